@@ -37,7 +37,7 @@ def to_folder(conversion: Conversion) -> None:
     adapters = LoraAdapters(model, lora, base=policy.model_name, head=policy.head)
     adapters.load(source)
     adapters.merge_and_unload()
-    save_weights(model, output, dtype=DTYPES[policy.dtype_name], rank=0)
+    save_weights(model, output, dtype=DTYPES[policy.dtype_name], rank=0, name=policy.model_name)
     _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
 
 

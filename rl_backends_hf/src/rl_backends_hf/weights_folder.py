@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import transformers
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
 from rl_backends_hf.shards import fill, whole
-from rl_core.backend import Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
+from rl_core.backend import CLASSIFIER, Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
+from rl_core.data.hub import published_file
 from rl_core.errors import CheckpointError
+
+_GENERATION = "generation_config.json"
 
 
 class ExportedWeights(Protocol):
@@ -30,6 +36,9 @@ class ExportedWeights(Protocol):
     def save(self, folder: Path, *, rank: int) -> None:
         """Write the trained weights into `folder`, from rank 0."""
 
+    def save_config(self, folder: Path) -> None:
+        """Write what `save` writes apart from weights."""
+
     def load(self, folder: Path) -> None:
         """Load what `save` wrote; CheckpointError if the folder is missing, incomplete, or has another model."""
 
@@ -41,10 +50,11 @@ class WholeModel:
         model: possibly sharded.
         dtype: dtype to which float32 master weights are rounded.
         head: head type.
+        name: name from which the model was loaded.
     """
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, head: Head) -> None:
-        self._model, self._dtype, self._head = model, dtype, head
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, head: Head, name: str) -> None:
+        self._model, self._dtype, self._head, self._name = model, dtype, head, name
 
     def manifest(self) -> RefitManifest:
         master = torch.float32
@@ -60,7 +70,10 @@ class WholeModel:
         return full_weights(self._model, dtype=self._dtype, names=None if names is None else list(names))
 
     def save(self, folder: Path, *, rank: int) -> None:
-        save_weights(self._model, folder, dtype=self._dtype, rank=rank)
+        save_weights(self._model, folder, dtype=self._dtype, rank=rank, name=self._name)
+
+    def save_config(self, folder: Path) -> None:
+        save_model_config(self._model, folder, dtype=self._dtype, name=self._name)
 
     def load(self, folder: Path) -> None:
         load_weights(self._model, folder, head=self._head)
@@ -83,22 +96,45 @@ def full_weights(
         yield name, tensor.to(dtype) if is_master else tensor
 
 
-def save_weights(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, rank: int) -> None:
-    """Write safetensors and config.json into `folder` from rank 0; collective."""
+def save_weights(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, rank: int, name: str) -> None:
+    """Write safetensors and the configs of the model `name` into `folder` from rank 0; collective."""
     gathered: dict[str, torch.Tensor] = {}
-    for name, tensor in full_weights(model, dtype=dtype):
+    for key, tensor in full_weights(model, dtype=dtype):
         if rank == 0:
-            gathered[name] = tensor.cpu()
+            gathered[key] = tensor.cpu()
     if rank != 0:
         return
-    for name, tied_to in tied_names(model).items():
-        gathered[name] = gathered[tied_to]
+    for key, tied_to in tied_names(model).items():
+        gathered[key] = gathered[tied_to]
+    with _other_configs(model):
+        model.save_pretrained(folder, state_dict=gathered)
+    save_model_config(model, folder, dtype=dtype, name=name)
+
+
+@contextmanager
+def _other_configs(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block, Transformers changes a copy of the config, and writes a generation config that it does not refuse."""
+    config, generation = model.config, getattr(model, "generation_config", None)
+    model.config, model.generation_config = copy.deepcopy(config), GenerationConfig()
+    try:
+        yield
+    finally:
+        model.config, model.generation_config = config, generation
+
+
+def save_model_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, name: str) -> None:
+    """Write the config and generation config of the model `name` with weights of `dtype`."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=gathered)
-    # Transformers records the dtype of the current weights, which with FSDP2 are float32 masters.
     config = copy.deepcopy(model.config)
     config.dtype = dtype
+    own, named = type(model).__name__.removeprefix("FSDP"), (config.architectures or [""])[0]
+    if CLASSIFIER in own or not named or hasattr(transformers, named):  # else the name of a class with its own code
+        config.architectures = [own]
     config.save_pretrained(folder)
+    if (file := published_file(name, _GENERATION)) is not None:
+        shutil.copyfile(file, folder / _GENERATION)  # Transformers refuses to write some that it reads
+    elif model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

@@ -199,6 +199,11 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
             for _ in weights:
                 pass
 
+    def try_save(self, weights_path: Path) -> None:
+        if self.context.rank == 0:
+            copy_generation_config(self._model.folder, Path(weights_path))
+            self._config_to_save().save_pretrained(weights_path)
+
     def load_weights(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} has no config.json, so it contains no weights: use another checkpoint.")

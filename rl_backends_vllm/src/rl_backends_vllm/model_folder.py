@@ -57,11 +57,12 @@ def model_files(
     source, revision = model_source(model_name)
     hf_config = read_config(model_name, trust_remote_code=trust_remote_code)
     tokenizer = find_tokenizer(model_name, TokenizerConfig(name=tokenizer_name), trust_remote_code=trust_remote_code)
+    # vLLM would read a tokenizer that `find_tokenizer` has corrected as it is in its folder.
+    writes_tokenizer = tokenizer is not None and (is_gguf or tokenizer_name is not None or tokenizer.is_corrected)
     with TemporaryDirectory(dir=temp_dir) as folder:
         if is_gguf:
             hf_config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        elif tokenizer is not None and tokenizer_name is not None:
+        if writes_tokenizer:
             tokenizer.save_pretrained(folder)
         yield ModelFiles(
             path=folder if is_gguf else source,
@@ -69,7 +70,7 @@ def model_files(
             hf_config=hf_config,
             generation_config=_generation_config(source, revision) if not is_gguf else None,
             tokenizer=tokenizer,
-            tokenizer_path=None if tokenizer is None else folder if is_gguf or tokenizer_name is not None else source,
+            tokenizer_path=None if tokenizer is None else folder if writes_tokenizer else source,
             has_weights=not is_gguf,
         )
 

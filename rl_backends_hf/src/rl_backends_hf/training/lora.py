@@ -127,6 +127,15 @@ class LoraAdapters:
         """Write the adapter from rank 0 in peft's format: its config and one safetensors file."""
         if rank != 0:
             return
+        self.save_config(folder)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
+            folder / ADAPTER_WEIGHTS,
+            metadata={"format": "pt"},
+        )
+
+    def save_config(self, folder: Path) -> None:
+        """Write the adapter's config."""
         folder.mkdir(parents=True, exist_ok=True)
         # With `inference_mode: false` in its files, peft would load a trainable model.
         written = copy.copy(self._settings)
@@ -135,11 +144,6 @@ class LoraAdapters:
             # If set when the adapters are created, peft would replace the head with a wrapper and a copy.
             written.task_type, written.modules_to_save = _peft().TaskType.SEQ_CLS, [HEAD_NAME]
         written.save_pretrained(folder)
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
-            folder / ADAPTER_WEIGHTS,
-            metadata={"format": "pt"},
-        )
 
     def load(self, folder: Path) -> None:
         """Load the adapters from `folder`; every rank reads it.

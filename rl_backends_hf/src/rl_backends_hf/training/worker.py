@@ -100,7 +100,9 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if hf.lora is not None:
             self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head)
             self._scoring.autocast = self._dtype if hf.lora.autocast else None
-        self._exported: ExportedWeights = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
+        self._exported: ExportedWeights = self._adapters or WholeModel(
+            model, dtype=self._dtype, head=head, name=self.config.model_name
+        )
         self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if use_varlen_if_plain(self._scoring, packing=self._microbatcher.packing, computed_in=self._dtype):
@@ -264,13 +266,20 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._move(weights=_CPU, state=_CPU)
 
     def save_weights(self, folder: Path) -> None:
+        self._exportable().save(folder, rank=self.context.rank)
+
+    def try_save(self, weights_path: Path) -> None:
+        if self.context.rank == 0:
+            self._exportable().save_config(Path(weights_path))
+
+    def _exportable(self) -> ExportedWeights:
         if self._quantized:
             raise NotSupportedError(
                 f"The weights of {self.config.model_name} are quantized: they cannot be trained, so there is nothing to save. "
                 "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them.",
                 key="hf_cfg",
             )
-        self._exported.save(folder, rank=self.context.rank)
+        return self._exported
 
     def load_weights(self, folder: Path) -> None:
         state = self._trainable_state()

@@ -31,6 +31,20 @@ def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
     return str(Path(source).expanduser()), {"revision": revision or "main"}
 
 
+def published_file(name: str, file: str) -> Path | None:
+    """A file of a model's folder or of the hub's cache; None if it is not on this machine, or the model is a GGUF file."""
+    from transformers.utils import cached_file
+
+    location, options = pretrained_location(name)
+    if "gguf_file" in options:
+        return None
+    try:
+        found = cached_file(location, file, **options, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # the model is not there at all
+        return None
+    return None if found is None else Path(found)
+
+
 def read_model_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """The Transformers config of a model. That of a GGUF file is kept until the file changes."""
     from transformers import AutoConfig

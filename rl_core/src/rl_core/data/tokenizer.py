@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import operator
+import pickle
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
-from rl_core.data.hub import pretrained_location, require_model
+from rl_core.data.hub import pretrained_location, published_file, require_model
 from rl_core.errors import DataError
 from rl_core.plugins.component import nearest
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
+_PIPELINE = ("normalizer", "pre_tokenizer", "decoder")
+_BPE = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def load_tokenizer(
@@ -43,7 +49,8 @@ def load_tokenizer(
     require_model(str(name_or_path), query_cached=True)
     try:
         location, options = pretrained_location(str(name_or_path))
-        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
+        loaded = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
+        tokenizer = _corrected(loaded, str(name_or_path))
     except ImportError as error:
         raise DataError(f"reading {str(name_or_path)!r} requires a package that is not installed: {error}") from error
     except (OSError, ValueError) as error:
@@ -53,6 +60,7 @@ def load_tokenizer(
             f"cannot load a tokenizer from {str(name_or_path)!r}: {reason}. Use a model's name, a "
             "folder with its tokenizer files, or a .gguf file"
         ) from error
+    tokenizer.published_padding = tokenizer.padding_side, tokenizer.pad_token
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
     if chat_template_kwargs:
@@ -63,6 +71,54 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer's files, without the padding that `load_tokenizer` has set."""
+    side, pad_token = getattr(tokenizer, "published_padding", (None, None))
+    if side is not None:
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.padding_side = side if tokenizer.padding_side == "right" else tokenizer.padding_side
+        tokenizer.pad_token = pad_token if tokenizer.pad_token == tokenizer.eos_token else tokenizer.pad_token
+    tokenizer.save_pretrained(folder)
+
+
+def _corrected(tokenizer: Any, name: str) -> Any:
+    """The tokenizer of `tokenizer.json` if Transformers built another one for the name of its class; else the same one.
+
+    Classes such as LlamaTokenizer take only the vocabulary and the post-processor from the file. The attribute `is_corrected`
+    says which one it is.
+    """
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind, tokenizer.is_corrected = type(tokenizer), False
+    builds = issubclass(kind, Fast) and kind is not Fast and "__init__" in vars(kind)
+    if not builds or (file := published_file(name, "tokenizer.json")) is None:
+        return tokenizer
+    both = tokenizer.backend_tokenizer, _without_vocabulary(file)
+    pipelines = (pickle.dumps([getattr(each, name) for name in _PIPELINE]) for each in both)
+    settings = ([getattr(each.model, name, None) or None for name in _BPE] for each in both)
+    if not (operator.eq(*pipelines) and operator.eq(*settings)):
+        location, options = pretrained_location(name)
+        tokenizer = Fast.from_pretrained(location, **options, **tokenizer.special_tokens_map)
+        tokenizer.is_corrected = True
+    return tokenizer
+
+
+def _without_vocabulary(file: Path) -> Any:
+    """The tokenizer of a `tokenizer.json` without its vocabulary, which takes seconds to parse."""
+    from tokenizers import Tokenizer
+
+    # What comes after the vocabulary, usually nothing, is not found, so the file counts as another tokenizer.
+    text = file.read_bytes().partition(b'"vocab":')[0].decode()
+    parse, key, position = json.JSONDecoder().raw_decode, re.compile(r'[\s,{]*"(\w+)"\s*:\s*'), 0
+    found: dict[str, Any] = {}
+    while name := key.match(text, position):
+        position = name.end()
+        if name[1] != "model":  # its settings follow
+            found[name[1]], position = parse(text, position)
+    model = {"type": "BPE", "vocab": {}, "merges": [], **{name: found[name] for name in _BPE if name in found}}
+    return Tokenizer.from_str(json.dumps({**{name: found.get(name) for name in _PIPELINE}, "model": model}))
 
 
 def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_remote_code: bool = False) -> Any:

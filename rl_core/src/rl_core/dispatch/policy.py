@@ -209,6 +209,9 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         paths = _absolute(weights_path), _absolute(optimizer_path)
         self._run("save_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
 
+    def try_save(self, weights_path: str | Path) -> None:
+        self._run("try_save", _absolute(weights_path), deadline_s=self._deadlines.checkpoint_s)
+
     def find_non_finite(self) -> str | None:
         names = self._run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
         return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)

@@ -98,6 +98,10 @@ class TrainableInterface(ABC):
             f"{type(self).__name__} does not implement `save_checkpoint`. Set checkpointing.enabled: false."
         )
 
+    def try_save(self, weights_path: str | Path) -> None:
+        """Write to a folder what `save_checkpoint` writes apart from weights and states; called before the first step."""
+        return None
+
     def find_non_finite(self) -> str | None:
         """The name of a weight or optimizer-state tensor with NaN or infinite values on any rank; None if all are finite.
 

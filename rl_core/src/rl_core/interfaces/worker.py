@@ -204,6 +204,9 @@ class PolicyWorker(MeasuredWorker, ABC):
     @abstractmethod
     def finish_training(self) -> None: ...
 
+    def try_save(self, weights_path: Path) -> None:
+        """See `TrainableInterface.try_save`. By default, nothing is written."""
+
     @abstractmethod
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         """Write this rank's shard; every rank is called with the same paths, on a file system that all ranks see."""

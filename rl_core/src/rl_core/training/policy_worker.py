@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import save_tokenizer
 from rl_core.data.transfer import to_device
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
@@ -200,7 +201,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         if optimizer_path is not None:
             self.save_training_state(Path(optimizer_path))
         if self.context.rank == 0 and (tokenizer := self.find_tokenizer()) is not None:
-            tokenizer.save_pretrained(weights_path)
+            save_tokenizer(tokenizer, Path(weights_path))
         if self.context.world_size > 1:
             dist.barrier()
 

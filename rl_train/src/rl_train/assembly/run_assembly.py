@@ -317,9 +317,11 @@ def _checkpoints(
         stateful["rollouts"] = run.rollouts
     if run.batches is not None:
         stateful["batches"] = run.batches
+    models = {"policy": run.policy} | ({"value": run.value} if run.value is not None else {})
     checkpoints = Checkpoints(
         store=checkpoint_store(section if can_be_ranked(config) else section.model_copy(update={"keep_top_k": None}), folder),
-        models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
+        models=models,
+        model_names={name: getattr(config, name).model_name for name in models},
         parts=stateful,
         config=resolved,
         algorithm=config.algorithm_name,
@@ -331,4 +333,5 @@ def _checkpoints(
         free_memory_for=run.free_memory_for,
     )
     checkpoints.check_disk_space(num_saves=-(-config.algorithm.max_num_steps // section.save_period))
+    checkpoints.try_save()
     return checkpoints

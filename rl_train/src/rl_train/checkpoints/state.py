@@ -16,6 +16,7 @@ from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.damage import read_state as read_state
 from rl_train.checkpoints.disk_space import check_disk_space
 from rl_train.checkpoints.inputs import Inputs, inputs_in
+from rl_train.checkpoints.published_files import carry_over_config, carry_over_tokenizer
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.training_checks.weight_changes import check_equal_ranks
 
@@ -51,6 +52,7 @@ class Checkpoints:
         inputs: what the config refers to, saved with it.
         save_optimizer: whether checkpoints can be resumed.
         tokenizer: saved with the weights, so that the folder is a complete model.
+        model_names: names of the published models that are trained, by the keys of `models`.
         schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
         free_memory_for: called with each model before it is saved or loaded, see `Run.free_memory_for`.
     """
@@ -62,6 +64,7 @@ class Checkpoints:
     algorithm: str
     save_optimizer: bool
     tokenizer: Any
+    model_names: Mapping[str, str] = field(default_factory=dict)
     defaults: Defaults = UNKNOWN_DEFAULTS
     inputs: Inputs = field(default_factory=dict)
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
@@ -91,6 +94,14 @@ class Checkpoints:
         size = sum(model.checkpoint_bytes(optimizer=self.save_optimizer) for model in models)
         at_once = max(1, min(num_saves, self.store.most_at_once - len(self.store.steps())))
         check_disk_space(self.store.folder, checkpoint_bytes=size, most_at_once=at_once)
+
+    def try_save(self) -> None:
+        """Write what a checkpoint has apart from weights and optimizer states, and remove it; call it before the first step.
+
+        Raises:
+            CheckpointWriteError: it cannot be written.
+        """
+        self.store.try_write(lambda folder: self._fill(folder, 0, is_trial=True))
 
     def save(self, step: int, metrics: Mapping[str, float]) -> Path:
         """Write the checkpoint of `step` steps done.
@@ -128,13 +139,18 @@ class Checkpoints:
             if isinstance(model, TrainableInterface):
                 check_equal_ranks(model.weight_samples(whole=True), f"After step {step}", f"`{name}`")
 
-    def _fill(self, folder: Path, step: int) -> None:
+    def _fill(self, folder: Path, step: int, *, is_trial: bool = False) -> None:
         for name, model in self.models.items():
-            self.free_memory_for(model)
             weights = folder / name / "weights"
             weights.mkdir(parents=True)
-            model.save_checkpoint(weights, folder / name / "optimizer" if self.save_optimizer else None)
-            self.tokenizer.save_pretrained(weights)
+            if not is_trial:
+                self.free_memory_for(model)
+                model.save_checkpoint(weights, folder / name / "optimizer" if self.save_optimizer else None)
+            elif isinstance(model, TrainableInterface):
+                model.try_save(weights)
+            if name in self.model_names:
+                carry_over_config(weights, model=self.model_names[name])
+            carry_over_tokenizer(self.tokenizer, weights)
         state = {
             "step": step,
             "resumable": self.save_optimizer,

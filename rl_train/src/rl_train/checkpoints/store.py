@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, CheckpointWriteError, RLCoreError, WorkerError
 from rl_train.atomic_writes import sync
 from rl_train.checkpoints.damage import STEP_FOLDER, damage_error, without_manifest
 from rl_train.checkpoints.disk_space import write_error
@@ -81,25 +81,8 @@ class CheckpointStore:
             CheckpointWriteError: the disk is full, or cannot be written to. The incomplete files are removed then, as after
                 any other error and after an interruption.
         """
-        final = self.path(step)
-        partial = final.with_name(final.name + _PARTIAL)
-        _delete(partial)
-        try:
-            if not self.folder.is_dir():
-                self.folder.mkdir(parents=True)
-                if self.on_deleted is not None:
-                    self.on_deleted()
-            partial.mkdir()
-            fill(partial)
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            write_manifest(partial, step=step, metrics=finite)
-            _sync_tree(partial)
-        except BaseException as error:
-            explained = write_error(error, step=step, folder=self.folder, latest=self.latest())
-            shutil.rmtree(partial, ignore_errors=True)
-            if explained is not None:
-                raise explained from error
-            raise
+        final, finite = self.path(step), {name: value for name, value in metrics.items() if math.isfinite(value)}
+        partial = self._write_partial(step, fill, finite)
         if final.exists():
             complete = final.with_name(final.name + _COMPLETE)
             if complete.exists():
@@ -112,6 +95,43 @@ class CheckpointStore:
             sync(self.folder)
         self._prune(just_written=step)
         return final
+
+    def try_write(self, fill: Callable[[Path], None]) -> None:
+        """Write the files of a checkpoint before the first step, and remove them.
+
+        Raises:
+            CheckpointWriteError: they cannot be written.
+        """
+        try:
+            _delete(self._write_partial(0, fill, {}))
+        except Exception as error:
+            if isinstance(error, RLCoreError) and type(error) is not WorkerError:
+                raise
+            raise CheckpointWriteError(
+                f"A checkpoint of this run cannot be written to {self.folder}: {type(error).__name__}: {error}. This was tried "
+                "before the first step, without weights. Fix the file or component that the error names, or set "
+                "checkpointing.enabled: false."
+            ) from error
+
+    def _write_partial(self, step: int, fill: Callable[[Path], None], metrics: Mapping[str, float]) -> Path:
+        partial = self.path(step).with_name(self.path(step).name + _PARTIAL)
+        _delete(partial)
+        try:
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True)
+                if self.on_deleted is not None:
+                    self.on_deleted()
+            partial.mkdir()
+            fill(partial)
+            write_manifest(partial, step=step, metrics=metrics)
+            _sync_tree(partial)
+        except BaseException as error:
+            explained = write_error(error, step=step, folder=self.folder, latest=self.latest())
+            shutil.rmtree(partial, ignore_errors=True)
+            if explained is not None:
+                raise explained from error
+            raise
+        return partial
 
     @property
     def most_at_once(self) -> int:

@@ -14,10 +14,9 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     Raises:
         DataError: As `load_tokenizer`.
     """
-    tokenizer = load_tokenizer(
-        policy.tokenizer.name or policy.model_name,
-        chat_template=policy.tokenizer.chat_template,
-        chat_template_kwargs=policy.tokenizer.chat_template_kwargs,
-    )
+    section, name = policy.tokenizer, policy.tokenizer.name or policy.model_name
+    tokenizer = load_tokenizer(name, chat_template=section.chat_template, chat_template_kwargs=section.chat_template_kwargs)
     tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens  # see `rl_train.data.decoding`
+    # For checkpoints: where its files are, and whether they have its template.
+    tokenizer.published = name, section.chat_template is None and not section.chat_template_kwargs
     return tokenizer

@@ -20,6 +20,7 @@ from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
+from rl_train.checkpoints.published_files import carry_over_config
 from rl_train.checkpoints.state import read_state
 from rl_train.run_folders.checkpoint_paths import other_base
 from rl_train.run_folders.model_folder import check_model, copy_model, left_out, needed_code
@@ -97,6 +98,8 @@ def convert(
             if to == HF:
                 check_model(source)
             _load(function)(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
+            if merge or not policy:
+                carry_over_config(partial, model=str(model or policy.get("model_name") or source))
         elif to == HF and (source / "config.json").is_file():
             copy_model(source, partial)
         else:

@@ -1,0 +1,90 @@
+"""The files with which a model was published, carried over to its checkpoints and conversions.
+
+What training changes for itself, and what another version of a library writes, stays out of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.model_paths import model_files
+from rl_core.data.hub import published_file
+from rl_core.data.tokenizer import save_tokenizer
+
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATES = ("chat_template.*", "additional_chat_templates/*")
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "tekken.json"),
+    *("*.model", "*.spm", "*.tiktoken"),
+)
+
+
+def carry_over_config(folder: Path, *, model: str) -> None:
+    """Write config.json and generation_config.json of a folder as they were published, if that is on this machine.
+
+    In config.json, fields that Transformers reads with another value from the folder have that value, such as the data type. A
+    file that could not express this is left unchanged.
+
+    Args:
+        folder: a Transformers model folder; one of another format is left unchanged.
+        model: name of the published model.
+    """
+    source = published_file(model, _CONFIG)
+    if source is None or not (folder / _CONFIG).is_file():
+        return
+    (folder / _GENERATION).unlink(missing_ok=True)
+    if (generation := published_file(model, _GENERATION)) is not None:
+        shutil.copyfile(generation, folder / _GENERATION)
+    written, merged = (json.loads(file.read_text(encoding="utf-8")) for file in (folder / _CONFIG, source))
+    after, before = _as_read(written), _as_read(merged)
+    for key in {key for key in after | before if after.get(key) != before.get(key)}:
+        name = "torch_dtype" if key == "dtype" and "torch_dtype" in merged else key
+        merged |= {name: written[key]} if key in written else {}
+        if key not in written:
+            merged.pop(name, None)
+    if merged.get("model_type") == written.get("model_type") and _as_read(merged) == after:
+        (folder / _CONFIG).write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _as_read(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json as Transformers reads them, without the version that wrote it."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[content["model_type"]] if content.get("model_type") in CONFIG_MAPPING else PretrainedConfig
+    fields: dict[str, Any] = known.from_dict(json.loads(json.dumps(content))).to_dict()
+    return {key: value for key, value in fields.items() if key != "transformers_version"}
+
+
+def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer of `load_policy_tokenizer` as it was published, but with the chat template of the config.
+
+    Files of another tokenizer in the folder are removed. Transformers writes a tokenizer of a GGUF file or of user code.
+    """
+    name, is_own_template = getattr(tokenizer, "published", (None, True))
+    patterns = (*_TOKENIZER, *(_TEMPLATES if is_own_template else ()))
+    config = None if name is None else published_file(name, _TOKENIZER_CONFIG) or published_file(name, "tokenizer.json")
+    files = {} if config is None else {file: (config.parent / file).read_bytes() for file in _matching(config.parent, patterns)}
+    for file in _matching(folder, (*_TOKENIZER, *_TEMPLATES)):
+        (folder / file).unlink()
+    if not files:
+        save_tokenizer(tokenizer, folder)
+        return
+    for file, content in files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(content)
+    if not is_own_template:
+        settings = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+        tokenizer.save_chat_templates(folder, settings, None, True)  # also removes the template from the settings
+        (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    return [name for name in model_files(folder) if any(fnmatch(name, pattern) for pattern in patterns)]
