@@ -8,6 +8,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_train.data.processors import prompt_datum
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import expected_answer, rollout_records
@@ -271,3 +272,50 @@ def test_reward_functions_see_special_tokens_of_answers_and_token_ids(tokenizer,
         assert rollout_records(rows)[0]["messages"][-1] == {"role": "assistant", "content": text}
         expected = "see <answer>, </answer> (policy.tokenizer.visible_special_tokens: none)"
         assert [expected in message for message in own_messages()] == [True] * (visible == "none")
+
+
+def test_a_rollout_continues_the_beginning_of_its_answer_and_rewards_see_the_whole(tokenizer, engine_for, environments):
+    messages = [{"role": "user", "content": "q"}]
+    prompt = prompt_datum({"messages": messages, "prefill": "the ans", "task_name": "judge"}, idx=0, tokenizer=tokenizer)
+    engine = engine_for(finished("wer"))
+    [row] = start_rollouts([{**prompt, "extra_env_info": {"expected": "the answer"}}], 1)
+    collector(engine, environments, tokenizer).collect([row], stream=SampleStream.TRAINING)
+    rendered = tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": "the ans"}], tokenize=False, continue_final_message=True
+    )
+    assert engine.asked[0]["texts"] == [rendered] == ["<u>q\n<a>the ans"]
+    assert row.conversation() == [*messages, {"role": "assistant", "content": "the answer"}]
+    assert row.reward_parts["right"] == 1.0
+    batch = to_batch([row])
+    trained = batch["input_ids"][0][batch["token_mask"][0].bool()]
+    assert tokenizer.decode(trained) == "wer[EOS]", "the given beginning is not trained"
+
+
+def test_the_beginning_of_an_answer_stays_behind_the_messages_of_reset_and_before_the_next_turn(tokenizer, engine_for):
+    class Greets(Tools):
+        def reset(self, metadata):
+            return {"role": "user", "content": "hi"}
+
+    prompt = prompt_datum(
+        {"messages": [{"role": "user", "content": "q"}], "prefill": "ab", "task_name": "count"}, idx=0, tokenizer=tokenizer
+    )
+    engine = engine_for(finished("c"))
+    [row] = start_rollouts([{**prompt, "extra_env_info": {}}], 1)
+    collector(engine, {"count": Greets()}, tokenizer, turns=2).collect([row], stream=SampleStream.TRAINING)
+    assert engine.asked[0]["texts"][0].endswith("<u>hi\n<a>ab")
+    answers = [message["content"] for message in row.conversation() if message["role"] == "assistant"]
+    assert answers == ["abc", "c"]
+
+
+@pytest.mark.parametrize("by", ["engine", "agent"])
+def test_the_beginning_of_an_answer_needs_an_engine_that_takes_tokens(tokenizer, engine_for, environments, by):
+    prompt = prompt_datum({"messages": [{"role": "user", "content": "q"}], "prefill": "a"}, idx=0, tokenizer=tokenizer)
+
+    class Server(type(engine_for(None))):
+        reads_messages = by == "engine"
+
+    engine = Server(tokenizer, finished("c"))
+    player = replace(collector(engine, environments, tokenizer), drivers={"judge": object()} if by == "agent" else {})
+    rows = start_rollouts([{**prompt, "extra_env_info": {}, "task_name": "judge"}], 1)
+    with pytest.raises(ConfigError, match="ends with the beginning of the answer"):
+        player.collect(rows, stream=SampleStream.TRAINING)

@@ -13,6 +13,7 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.sft_config import SFTConfig
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_train.assembly.policy_and_engine import plan_policy_and_engine
@@ -551,3 +552,29 @@ def test_prompts_of_messages_are_recognized_also_among_held_out_rows(lines, regi
     for path, expected in ((section(talks, **keys), True), (section(lines("sums", *sums(1, 20))), False)):
         sources = read_data(DataConfig(train=path, split=split), registry)
         assert [is_conversational(source.records) for source in sources if source] == [expected] * (1 + (split is not None))
+
+
+@pytest.mark.parametrize(
+    ("key", "keys", "prefill", "warned"),
+    [
+        ("prompt", {}, "2", False),
+        ("prompt", {"continue_final_message": False}, None, False),
+        ("messages", {}, None, True),
+        ("messages", {"continue_final_message": True}, "2", False),
+        ("messages", {"continue_final_message": False}, None, False),
+    ],
+)
+def test_a_final_message_of_the_assistant_is_continued_or_left_out_as_configured_and_never_silently(
+    lines, registry, tokenizer, caplog, key, keys, prefill, warned
+):
+    row = {key: [{"role": "user", "content": "9+12="}, {"role": "assistant", "content": "2"}], "answer": "21"}
+    data = DataConfig(train=section(lines("rows", row), input_key=key, output_key="answer", **keys))
+    run = run_of(data).model_copy(update={"algorithm": GRPOConfig(num_prompts_per_step=1), "algorithm_name": "grpo"})
+    source, _ = read_data(data, registry)
+    [[datum]] = prompt_loader(source, run, tokenizer, batch_size=1, shuffle=False)
+    assert datum.get("prefill") == prefill
+    text = texts([datum], tokenizer)[0]
+    assert text.endswith("9+12=2" if prefill else "9+12=")
+    assert ("end with a message of the assistant, which is left out" in caplog.text) is warned
+    [[trained]] = conversation_loader(source, run_of(data), tokenizer, batch_size=1, shuffle=False)
+    assert sum(int(message["token_loss_mask"].sum()) for message in trained["message_log"]) == 2, "the answer and its end"

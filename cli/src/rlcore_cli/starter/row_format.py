@@ -158,7 +158,9 @@ def _messages(rows: Sequence[Row]) -> RowFormat | None:
         return RowFormat(
             name="a prompt of several messages", algorithms=("grpo",), keys={"input_key": "messages", "output_key": None}
         )
-    expected = {} if answer == "expected_answer" else {"output_key": answer}
+    expected: dict[str, Any] = {} if answer == "expected_answer" else {"output_key": answer}
+    if answer is not None and ends:
+        expected["continue_final_message"] = False
     algorithms = (*(("grpo",) if answer else ()), *(("sft",) if ends else ()))
     name = "a conversation" if answer is None else f"a conversation with an answer ({answer})"
     return RowFormat(name=name, algorithms=algorithms, keys={"input_key": "messages", **expected}, answer_key=answer)

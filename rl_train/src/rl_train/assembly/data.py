@@ -16,7 +16,7 @@ from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.bad_rows import BadRow, BadRowsError, bad_row_lines
 from rl_train.data.concat import ConcatDataset
-from rl_train.data.conversations import without_answer
+from rl_train.data.conversations import begun_answer, without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_classes import make_dataset
 from rl_train.data.holdout import Subset, held_out
@@ -37,6 +37,8 @@ from rl_train.tools.task_tools import TaskTools
 from rl_train.user_code import reporting_errors
 
 _log = logging.getLogger("rlcore")
+_FIRST_ROWS = 100
+"""Rows in which a final message of the assistant is looked for."""
 
 
 class BadRows:
@@ -80,6 +82,7 @@ class Source:
         bad_rows: counts skipped rows, shared by all data of a run.
         members: the datasets of a mixture, by name.
         weights: sampling weights of the members; None if each row is used once per epoch.
+        may_begin_answers: whether it is not known if a final message of the assistant is the beginning of an answer.
     """
 
     records: Any
@@ -91,6 +94,7 @@ class Source:
     bad_rows: BadRows = field(default_factory=BadRows)
     members: Mapping[str, Source] | None = None
     weights: Mapping[str, float] | None = None
+    may_begin_answers: bool = False
 
 
 def read_source(
@@ -120,6 +124,7 @@ def read_source(
         processor=section.processor,
         on_bad_row=OnBadRow(getattr(section, "on_bad_row", OnBadRow.ERROR)),
         bad_rows=bad_rows or BadRows(),
+        may_begin_answers=getattr(section, "continues_answers", False) is None,
     )
     source.bad_rows.add(getattr(records, "skipped", 0), source.name, getattr(records, "reasons", ()))
     return source
@@ -185,6 +190,8 @@ def prompt_loader(
 ) -> BatchedDataLoader:
     """Prompts that end with the generation prompt of the chat template, with their own tools or those of their task."""
     offered = tools or TaskTools()
+    if run.algorithm.runtime_needs.rollouts is not None:
+        _warn_of_left_out_answers(source)
     prompt_limit = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
     if prompt_limit >= run.policy.max_total_sequence_length:
         raise ConfigError(
@@ -196,11 +203,23 @@ def prompt_loader(
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
             raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of prompts, not of pairs")
-        prompt = {**record, "messages": without_answer(record["messages"]), "tools": offered.of_record(record)}
+        messages, prefill = without_answer(record["messages"]), begun_answer(record["messages"])
+        prompt = {**record, "messages": messages, "prefill": prefill, "tools": offered.of_record(record)}
         return prompt_datum(prompt, idx=idx, **limits)
 
     limits = {**_limits(run, tokenizer), "max_length": prompt_limit}
     return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
+
+
+def _warn_of_left_out_answers(source: Source) -> None:
+    for member in [source] if source.members is None else source.members.values():
+        firsts = (member.records[index]["messages"] for index in range(min(_FIRST_ROWS, len(member.records))))
+        if member.may_begin_answers and any(messages[-1]["role"] == "assistant" for messages in firsts):
+            _log.warning(
+                "prompts of %s end with a message of the assistant, which is left out. Set `continue_final_message` in the "
+                "section of the dataset: true if it is the beginning of the answer, which the model continues, or else false.",
+                member.name,
+            )
 
 
 def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:

@@ -111,24 +111,32 @@ def render(
     add_generation_prompt: bool,
     tools: Sequence[Any] | None = None,
 ) -> str:
-    """Render messages with the tokenizer's template.
+    """Render messages with the tokenizer's template. With `add_generation_prompt`, a begun answer is continued.
 
     Raises:
         DataError: It cannot render them.
     """
     from jinja2.exceptions import TemplateError
 
+    continues = add_generation_prompt and is_begun(messages)
     try:
         text: str = tokenizer.apply_chat_template(
             [form.written(message) for message in messages],
             tools=list(tools) if tools else None,
             tokenize=False,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continues,
+            continue_final_message=continues,
         )
-    except (TemplateError, TypeError) as error:  # Jinja does not wrap errors raised by an expression of the template
+    # Jinja does not wrap errors raised by an expression; ValueError: the template leaves out the begun answer.
+    except (TemplateError, TypeError, ValueError) as error:
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
     return text
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the beginning of the answer to the others: one of the assistant with `prefix: true`."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and bool(messages[-1].get("prefix"))
 
 
 def conversation_tokens(
@@ -143,7 +151,8 @@ def conversation_tokens(
     Args:
         messages: `role` and `content`, and `tool_calls` in OpenAI's form.
         tokenizer: A Transformers tokenizer.
-        add_generation_prompt: Whether to append the header of an assistant turn (only with a chat template).
+        add_generation_prompt: Whether to append the header of an assistant turn (only with a chat template); the last message
+            is continued instead if it has `prefix: true`.
         tools: Offered functions, for the template.
 
     Raises:
@@ -151,7 +160,8 @@ def conversation_tokens(
     """
     if not getattr(tokenizer, "chat_template", None):
         refuse_tools(messages, tools)
-        return list(chain.from_iterable(plain_pieces(messages, tokenizer)))
+        continues = add_generation_prompt and is_begun(messages)
+        return list(chain.from_iterable(plain_pieces(messages, tokenizer, continues=continues)))
     read = with_normalized_calls(messages)
     form = form_for(read, tokenizer, tools=tools)
     text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools)

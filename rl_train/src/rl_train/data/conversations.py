@@ -47,6 +47,11 @@ def without_answer(messages: Messages) -> Messages:
     return prompt
 
 
+def begun_answer(messages: Messages) -> str:
+    """The beginning of the answer, with which the conversation ends; empty if it has none."""
+    return str(messages[-1]["content"]) if messages and messages[-1].get("prefix") else ""
+
+
 def with_system_prompt(messages: Messages, system_prompt: str | None) -> Messages:
     """The messages after the configured system prompt, unless there is none or they start with a system message."""
     if system_prompt is None or (messages and messages[0]["role"] in ("system", "developer")):

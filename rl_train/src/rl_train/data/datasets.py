@@ -63,6 +63,9 @@ class RecordReader(RowReader[RecordFields, Record]):
     def _from_keys(self, row: dict[str, Any]) -> Record:
         config = self.config
         messages = with_system_prompt(self._prompt_messages(row), config.system_prompt)
+        last = messages[-1]
+        if config.continues_answers and last["role"] == "assistant" and last["content"].strip() and "tool_calls" not in last:
+            messages[-1] = {"prefix": True, **last}
         if config.response_key is not None:
             given = _field(row, config.response_key, (str, list), "response_key")
             answer = read_messages(given, repr(config.response_key), role="assistant")

@@ -18,7 +18,7 @@ from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.answer_spans import LocatedText, Render, locate_trained
-from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, with_normalized_calls
+from rl_train.data.chat_template import check_names, form_for, is_begun, refuse_tools, render, with_normalized_calls
 from rl_train.data.split_encoding import encode_pieces
 
 Message = dict[str, Any]
@@ -37,6 +37,7 @@ class DatumSpec(TypedDict):
         task_name: Environment that responds and scores.
         stop_strings: Strings that end a completion, or None.
         tools: The functions offered to the model.
+        prefill: The beginning of the answer, which the prompt ends with.
     """
 
     message_log: MessageLog
@@ -47,6 +48,7 @@ class DatumSpec(TypedDict):
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str] | None]
     tools: NotRequired[list[dict[str, Any]] | None]
+    prefill: NotRequired[str]
 
 
 class PreferenceDatumSpec(TypedDict):
@@ -89,7 +91,8 @@ def get_formatted_message_log(
     Args:
         message_log: Messages with `role` and `content`, and `tool_calls` in OpenAI's form.
         tokenizer: A Transformers tokenizer.
-        add_generation_prompt: Whether to append the header of an assistant turn (template only).
+        add_generation_prompt: Whether to append the header of an assistant turn (template only); the last message is continued
+            instead if it has `prefix: true`.
         tools: Offered functions, for the template.
         add_bos_token: Whether BOS opens the conversation (without a template; a template decides this itself).
         add_eos_token: Whether EOS closes assistant messages (likewise).
@@ -102,11 +105,31 @@ def get_formatted_message_log(
     if getattr(tokenizer, "chat_template", None):
         return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
     refuse_tools(message_log, tools)
-    pieces = plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
+    continues = add_generation_prompt and is_begun(message_log)
+    pieces = plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token, continues=continues)
     return [
         {**message, "token_ids": torch.tensor(piece, dtype=torch.int64)}
         for message, piece in zip(message_log, pieces, strict=True)
     ]
+
+
+def prompt_log(messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, tools: Any, prefill: str) -> MessageLog:
+    """The messages of a prompt with `token_ids`, which end with the generation prompt and the beginning of the answer.
+
+    Args:
+        messages: The prompt; at least one message.
+        tokenizer: A Transformers tokenizer.
+        tools: Offered functions.
+        prefill: The beginning of the answer; empty if the model writes it all.
+
+    Raises:
+        DataError: As `get_formatted_message_log`.
+    """
+    begun = [{"role": "assistant", "content": prefill, "prefix": True}] if prefill else []
+    log = get_formatted_message_log([*messages, *begun], tokenizer, add_generation_prompt=True, tools=tools, trained=())
+    for message in log[len(messages) :]:
+        log[len(messages) - 1]["token_ids"] = torch.cat([log[len(messages) - 1]["token_ids"], message["token_ids"]])
+    return log[: len(messages)]
 
 
 def trained_messages(

@@ -14,6 +14,7 @@ from rl_train.data.messages import (
     PreferenceDatumSpec,
     add_loss_mask_to_message_log,
     get_formatted_message_log,
+    prompt_log,
     trained_messages,
 )
 from rl_train.data.row_sections import OnTooLong
@@ -35,7 +36,7 @@ def prompt_datum(
     """A record as a prompt that ends with the generation prompt of the chat template.
 
     Args:
-        record: A `datasets.Record`.
+        record: A `datasets.Record`; `prefill` is the beginning of the answer, if the prompt ends with it.
         idx: Its index in the dataset.
         tokenizer: A Transformers tokenizer.
         max_length: Maximum number of tokens; None for no limit.
@@ -45,7 +46,7 @@ def prompt_datum(
         DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
     """
     messages, is_cut = _tokenizable(record["messages"], idx, max_length, on_too_long)
-    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, tools=record.get("tools"), trained=())
+    log = prompt_log(messages, tokenizer, tools=record.get("tools"), prefill=record.get("prefill") or "")
     return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
 
 
@@ -237,6 +238,8 @@ def _datum(
     )
     if record.get("tools"):
         datum["tools"] = record["tools"]
+    if record.get("prefill"):
+        datum["prefill"] = record["prefill"]
     return datum
 
 

@@ -100,6 +100,12 @@ class RecordFields(RowsConfig):
         description="Additional fields passed to the environment under their own names. The name of a nested field, such as "
         "`extra_info.level`, is its last part.",
     )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Whether the model continues a final message of the assistant in a prompt, as the beginning of its answer; "
+        "otherwise that message is left out. By default true for prompts in the field `prompt`, as in TRL. Supervised training "
+        "is not affected.",
+    )
     stop_strings_key: str | None = Field(None, description="Field with a list of strings that end a completion.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
         None,
@@ -115,6 +121,13 @@ class RecordFields(RowsConfig):
     system_prompt: str | None = Field(
         None, description="System message for every conversation that has none, replacing the one of the template."
     )
+
+    @property
+    def continues_answers(self) -> bool | None:
+        """Whether the last message of a prompt begins its answer; None if this is not known."""
+        if self.response_key is not None or self.record_fn is not None:
+            return False
+        return True if self.continue_final_message is None and self.input_key == "prompt" else self.continue_final_message
 
     @property
     def names_tools(self) -> bool:

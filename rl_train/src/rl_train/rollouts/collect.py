@@ -91,6 +91,11 @@ class Collector:
                 f"The data has the tasks {sorted(unknown)}, but `env` only has {sorted(self.environments)}. "
                 "Add a section env.<task> for each, or set data.train.task_name."
             )
+        if any(row.prefill and (self.generation.reads_messages or row.task_name in self.drivers) for row in trajectories):
+            raise ConfigError(
+                "A prompt ends with the beginning of the answer, which only engines that take token ids can continue, and no "
+                "agent. Use another engine (policy.generation.openai_cfg.api: completions), or continue_final_message: false."
+            )
         if self.generation.reads_messages and any(row.tools for row in trajectories):
             raise ConfigError(
                 f"{type(self.generation).__name__} sends messages without the tools of the environment, so the model "

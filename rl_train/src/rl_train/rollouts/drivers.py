@@ -11,7 +11,7 @@ from rl_core.environments.step_results import StepResult
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Observation, messages_of
 from rl_train.data.decoding import decode_answers, hidden_tokens
-from rl_train.data.messages import get_formatted_message_log
+from rl_train.data.messages import prompt_log
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import HISTORIES
@@ -103,7 +103,7 @@ class EnvironmentDriver(RolloutDriver):
         if observation is None:
             return
         messages = [*rollout.conversation(), *messages_of(observation)]
-        log = get_formatted_message_log(messages, self._tokenizer, add_generation_prompt=True, tools=rollout.tools, trained=())
+        log = prompt_log(messages, self._tokenizer, tools=rollout.tools, prefill=rollout.prefill)
         rollout.message_log = [{**message, "token_ids": part["token_ids"]} for message, part in zip(messages, log, strict=True)]
         if rollout.num_tokens() >= self._max_total_length:
             raise StepFailedError(

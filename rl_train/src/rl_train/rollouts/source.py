@@ -105,6 +105,7 @@ def start_rollouts(prompts: Sequence[DatumSpec], group_size: int, *, ordinals: S
             loss_multiplier=float(prompt["loss_multiplier"]),
             stop_strings=prompt.get("stop_strings"),
             tools=prompt.get("tools"),
+            prefill=prompt.get("prefill", ""),
         )
         for group, (prompt, ordinal) in enumerate(zip(prompts, numbers, strict=True))
         for sample in range(group_size)

@@ -84,6 +84,8 @@ class Trajectory:
     """The answer that the environment extracted."""
     tools: list[dict[str, Any]] | None = None
     """The tools offered to the model."""
+    prefill: str = ""
+    """The beginning of the first answer, with which the tokens of the prompt end."""
 
     @property
     def segments(self) -> list[MessageLog]:
@@ -129,7 +131,8 @@ class Trajectory:
         token_versions: torch.Tensor | None = None,
         parser: ToolCallParser | None = None,
     ) -> None:
-        """Append a sampled message; with a parser, its tool calls are separated from its content."""
+        """Append a sampled message after its given beginning; with a parser, its tool calls are separated from its content."""
+        text = text if self.turns else self.prefill + text
         message = {"role": "assistant", "content": text, "token_ids": token_ids, "generation_logprobs": logprobs}
         if parser is not None:
             sampled = SampledMessage(
