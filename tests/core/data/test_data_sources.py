@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import sys
+from datetime import date
 
 import pyarrow
 import pytest
@@ -130,6 +131,46 @@ def test_nested_fields_of_every_source_are_named_with_dots(source):
     assert [pair["chosen"][0]["content"] for pair in pairs] == ["4", "4"]
     with pytest.raises(ValueError, match=r"x\.level and y\.level under the same name"):
         source.record(**keys, env_keys=["x.level", "y.level"])
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [(["2024-01-02", "2024-02-03"], {}), ([5, "x"], {}), ([5, 5.5], {}), (["a", "b"], {"info": {"day": "2024-01-02", "n": 5}})],
+)
+def test_values_of_json_files_in_a_folder_are_those_of_the_file(tmp_path, values, more):
+    rows = [{"question": "?", "expected_answer": value, **more} for value in values]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"env_keys": list(more)}
+    read = [
+        [record["extra_env_info"] for record in RecordDataset(config)]
+        for config in (
+            HuggingFaceDatasetConfig(path=str(tmp_path / "rows"), **keys),
+            JsonlDatasetConfig(path=tmp_path / "rows" / "train.jsonl", **keys),
+        )
+    ]
+    assert repr(read[0]) == repr(read[1])
+
+
+def test_values_that_the_library_cannot_keep_are_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "?", "expected_answer": 123456789012345678901234567890}\n')
+    with pytest.raises(DataError, match=r"an integer of more than 64 bits\. .*`dataset_name: jsonl`"):
+        RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path)))
+    [record] = RecordDataset(JsonlDatasetConfig(path=tmp_path / "train.jsonl"))
+    assert record["extra_env_info"]["expected_answer"] == 123456789012345678901234567890
+
+
+def test_values_of_csv_files_in_a_folder_stay_text(tmp_path):
+    (tmp_path / "train.csv").write_text("question,expected_answer\na,007\nb,1.50\nc,NA\nd,\n")
+    dataset = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path), on_bad_row="skip"))
+    assert [record["extra_env_info"]["expected_answer"] for record in dataset] == ["007", "1.50", "NA"]
+    assert dataset.skipped == 1, "an empty value is missing"
+
+
+def test_a_date_column_of_a_table_is_no_expected_answer(tmp_path):
+    Dataset.from_list([{"question": "?", "expected_answer": date(2024, 1, 2)}]).to_parquet(tmp_path / "days.parquet")
+    with pytest.raises(DataError, match=r"row 0: .* is datetime\.date\(2024, 1, 2\): an expected answer is a text or a number"):
+        RecordDataset(ParquetDatasetConfig(path=tmp_path / "days.parquet"))
 
 
 def test_every_source_gives_the_same_pairs(source):

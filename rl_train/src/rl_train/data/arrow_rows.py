@@ -98,7 +98,8 @@ def hugging_face_rows(
     if saved:
         found = _loaded(lambda: datasets.load_from_disk(path), name)
     else:
-        found = _loaded(lambda: datasets.load_dataset(path, subset, split=split, revision=revision), name)
+        load = partial(datasets.load_dataset, path, subset, split=split, revision=revision)
+        found = _unconverted(load, name) if Path(path).is_dir() else _loaded(load, name)
         if revision is not None:
             _check_revision(found, path, revision, name)
     if isinstance(found, Mapping):
@@ -106,6 +107,32 @@ def hugging_face_rows(
     elif saved and split is not None:
         split = _the_split(found, split, name)
     return ArrowRows([(f"{name}[{split}]" if split else name, found)], name=name)
+
+
+def _unconverted(load: Callable[..., Any], name: str) -> Any:
+    """Load files of a folder, and load them again if values may not be those of the files.
+
+    The library turns texts of JSON into dates, integers into floats if their column has others, and texts of CSV into numbers.
+    (Offline, it does not find data of the hub that was loaded in this way.)
+    """
+    datasets, found = _library(), _loaded(load, name)
+    table = next(iter(found.values())) if isinstance(found, Mapping) else found
+    if table.info.builder_name == "csv":
+        text = datasets.Features(dict.fromkeys(table.features, datasets.Value("string")))
+        return _loaded(partial(load, features=text, keep_default_na=False, na_values=[""]), name)
+    changed = {name: datasets.Json() for name, kind in table.features.items() if _may_change(kind)}
+    if table.info.builder_name != "json" or not changed:
+        return found
+    return _loaded(partial(load, features=datasets.Features({**table.features, **changed})), name)
+
+
+def _may_change(kind: Any) -> bool:
+    """Whether values of a column of this type may differ from those of the JSON file."""
+    if isinstance(kind, dict):
+        return any(map(_may_change, kind.values()))
+    if hasattr(kind, "feature"):
+        return _may_change(kind.feature)
+    return str(getattr(kind, "dtype", "")).startswith(("float", "timestamp", "date", "time", "duration"))
 
 
 def _undecoded(table: Any) -> Any:
@@ -215,6 +242,8 @@ def _why(error: Exception) -> tuple[str, str]:
     if "Config name is missing" in text or "BuilderConfig" in text:
         return text, "Choose one with `subset`"
     why = error.__cause__ or error
+    if "Value is too big" in str(why):
+        return "it has an integer of more than 64 bits", "Write it as text, or read the file with `dataset_name: jsonl`"
     if "corresponds to no data" in text or type(why).__name__ == "EmptyDataError":
         return "it has no rows", "A dataset needs at least one row"
     return f"{type(why).__name__}: {str(why).rstrip('.')}", (

@@ -7,6 +7,7 @@ ends with an assistant message.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -170,7 +171,7 @@ def _expected_answer(value: Any, what: str, *, elsewhere: str) -> Any:
         what: names it in errors.
         elsewhere: how an environment that reads other values gets them.
     """
-    if isinstance(value, list | tuple | dict | set | bytes):
+    if value is not None and not isinstance(value, str | numbers.Number):
         raise DataError(
             f"{what} is {format_value(value)}: an expected answer is a text or a number. Write it as text, or {elsewhere} for "
             "an environment of yours that reads it"
