@@ -212,6 +212,17 @@ def test_a_card_of_a_hostile_config_has_no_secret_no_local_path_and_no_row(write
     assert "step 3 |" not in text
 
 
+def test_a_card_has_the_results_of_validation_and_of_the_last_step(write_run, tmp_path):
+    def metrics(step):
+        return {"validation/accuracy": step / 1000} if step % 17 == 0 else {}
+
+    card = model_card(read_run_folder(write_run(tmp_path / "run", steps=100, metrics=metrics)), 100, "acme/sums")
+    [row] = [line for line in card.splitlines() if line.startswith("| validation/accuracy")]
+    assert "0.017" in row
+    assert "0.085" in row
+    assert "| step 85 | step 100 |" in card
+
+
 def test_a_card_names_the_base_model_and_its_revision(write_run, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "models--acme--base").mkdir(parents=True)

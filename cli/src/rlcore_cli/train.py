@@ -29,7 +29,8 @@ def train(
         bool,
         typer.Option(
             "--allow-config-change",
-            help="Resume although the config differs from the checkpoint's; the current config applies.",
+            help="Resume although the config, or code or files that it names, differ from the checkpoint's; the current ones "
+            "apply.",
         ),
     ] = False,
     show_samples: Annotated[

@@ -46,6 +46,7 @@ def warnings(registry, example, *overrides):
         ("grpo_addition", "validation/easy/accuracy", "no component of the run writes such a metric"),
         ("grpo_addition", "env/maths/accuracy", "no component of the run writes such a metric"),
         ("grpo_addition", "preference/accuracy", "no component of the run writes such a metric"),
+        ("grpo_addition", "validation/pass@4", "no component of the run writes such a metric"),
         ("sft_addition", "reward/mean", "no component of the run writes such a metric"),
         ("sft_addition", "validation/acuracy", "no component of the run writes such a metric"),
         ("dpo_addition", "validation/margins", "Did you mean 'validation/margin'?"),
@@ -80,6 +81,8 @@ def test_an_accuracy_of_reward_functions_needs_a_threshold(registry, threshold):
 
 def test_names_that_user_code_chooses_are_a_warning(registry):
     assert warnings(registry, "grpo_addition") == []
+    several = ("grpo.val_num_generations_per_prompt=4", "policy.generation.val_temperature=1")
+    assert warnings(registry, "grpo_addition", RANKED + "validation/pass@4", *several) == []
     [warning] = warnings(registry, "grpo_addition", RANKED + "env/arithmetic/digits")
     assert "whether the run has the metric env/arithmetic/digits is known when it is written" in warning
     [warning] = warnings(registry, "custom_loss/train", RANKED + "my/loss")

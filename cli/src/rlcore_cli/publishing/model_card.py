@@ -25,7 +25,7 @@ FILE: Final = "README.md"
 _RESULTS: Final = ("reward/mean", "validation/accuracy", "validation/reward", "validation/loss", "loss", "mismatch/kl")
 """Metrics of the table of results, if the run has them."""
 _MOST_POINTS: Final = 6
-"""Columns of the table of results."""
+"""Steps of the table of results, besides the last one."""
 _PRIVATE_SECTIONS: Final = ("logger", "cluster", "checkpointing")
 """Sections about the machine of the run and its accounts."""
 _TEXTS: Final = re.compile(
@@ -79,7 +79,10 @@ def _algorithms(run: RunFolder) -> list[str]:
 
 def _results(run: RunFolder, step: int) -> str:
     steps = [recorded for recorded in run.metrics if recorded <= step]
-    shown = sorted({steps[round(at * (len(steps) - 1) / (_MOST_POINTS - 1))] for at in range(_MOST_POINTS)}) if steps else []
+    # Steps between validations would leave the metrics of validation out.
+    points = [at for at in steps if any(name.startswith("validation/") for name in run.metrics[at])] or steps
+    chosen = {points[round(at * (len(points) - 1) / (_MOST_POINTS - 1))] for at in range(_MOST_POINTS)} if points else set()
+    shown = sorted({*chosen, *steps[-1:]})
     rows = []
     for name in _RESULTS:
         curve = dict(zip(run.curve(name).steps, run.curve(name).values, strict=True))

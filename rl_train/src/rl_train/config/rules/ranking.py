@@ -45,7 +45,8 @@ METRICS: Final = {
 """Names and patterns of the metrics of training, by what a run needs to write them."""
 VALIDATION: Final = {
     "an engine": "reward length truncated_frac rows failed_rows repeated_steps restarted",
-    "rollouts with an accuracy": "accuracy pass@* cons@*",
+    "rollouts with an accuracy": "accuracy",
+    "several samples per validation prompt": "pass@* cons@*",
     "records": "loss tokens",
     "preference pairs": "accuracy margin score_chosen score_rejected logprob_chosen logprob_rejected",
     "a teacher": "loss tokens kl_forward kl_reverse kl_sampled topk_mass_teacher topk_mass_student argmax_agreement",
@@ -125,6 +126,7 @@ def _written_with(run: RunConfig) -> dict[str, bool]:
         "all runs": True,
         "rollouts": needs.rollouts is not None,
         "rollouts with an accuracy": needs.samples and _has_accuracy(run),
+        "several samples per validation prompt": needs.samples and needs.val_samples_per_prompt > 1 and _has_accuracy(run),
         "an engine": needs.samples,
         "records": needs.records is not None,
         "preference pairs": run.algorithm.needs_preferences,
