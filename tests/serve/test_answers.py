@@ -102,6 +102,17 @@ def test_the_system_message_of_the_prompt_config_yields_to_that_of_the_request(s
     assert generation.prompts[1].startswith("<|im_start|>system\nMine<|im_end|>\n<|im_start|>user\nQ\n")
 
 
+def test_the_model_continues_a_final_message_of_the_assistant_and_the_whole_answer_is_graded(serve):
+    client, generation = serve(lambda prompt: "{4}." if prompt.endswith("So \\boxed") else "?")
+    messages = [{"role": "user", "content": PROBLEM}, {"role": "assistant", "content": "So \\boxed"}]
+    request = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    [choice] = post(client, "/v1/chat/completions", expected_answer="4", **request)["choices"]
+    assert generation.prompts == [f"<|im_start|>user\n{PROBLEM}<|im_end|>\n<|im_start|>assistant\nSo \\boxed"]
+    assert (choice["message"]["content"], choice["predicted_answer"], choice["is_correct"]) == ("{4}.", "4", True)
+    [plain] = post(client, "/v1/chat/completions", messages=messages)["choices"]
+    assert plain["message"]["content"] == "?"
+
+
 def test_code_runs_in_one_session_until_the_model_answers(serve, needs_sandbox):
     client, _ = serve(compute_then_answer, code_execution=True)
     found = post(client, "/generate", question=PROBLEM, expected_answer="8")

@@ -81,6 +81,8 @@ REJECTED = [
         "max_tokens is the earlier name",
     ),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_p": 3}}, "Unsupported: sampling_params.min_p."),
+    ("/v1/chat/completions", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message requires a last"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt must be true or"),
     ("/inference/v1/generate", {"token_ids": []}, "token_ids: List should have at least 1 item"),
 ]
 

@@ -180,6 +180,7 @@ class AgentRoutes:
             **dict.fromkeys(body.penalties(), (False, "absent: the policy is trained on samples without penalties")),
             "seed": (body.seed is None, "absent: turns have the seeds of the run"),
             "top_logprobs": (not body.top_logprobs, "0 or absent: the engine reports those of the sampled tokens to agents"),
+            "continue_final_message": (not body.continue_final_message, "false: the policy writes whole messages"),
             "response_format": (
                 read_response_format(body.response_format) is None,
                 "text or absent: the policy is trained on unconstrained samples",

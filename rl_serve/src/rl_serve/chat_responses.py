@@ -17,7 +17,7 @@ from rl_serve.requests import ChatRequest, ForwardedChatRequest
 from rl_serve.responses import ResponseHead, token_counts
 from rl_serve.sampling import Limits
 
-_PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "response_format")
+_PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "response_format", "continue_final_message")
 
 
 def refuse_with_code(body: Mapping[str, Any]) -> None:

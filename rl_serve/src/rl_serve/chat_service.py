@@ -170,11 +170,15 @@ class ChatService:
     async def grade(self, messages: Sequence[Mapping[str, Any]], answer: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """`predicted_answer` and `is_correct` of an answer; empty if the record has no expected answer.
 
+        A last message with `prefix: true` is the beginning of the answer.
+
         Raises:
             ApiError: the record or the environment cannot be used.
         """
         if record.get("expected_answer") is None:
             return {}
+        if messages[-1].get("prefix"):
+            messages, answer = messages[:-1], messages[-1]["content"] + answer
         name = self.evaluator_of(record)
         try:
             # Creating it imports Ray and may take seconds, so the event loop does not wait for it.

@@ -189,7 +189,10 @@ class LocalRoutes:
 
     def _messages_of(self, body: ChatRequest) -> list[dict[str, Any]]:
         self._check(body)
-        return self._service.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+        messages = self._service.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+        if body.continue_final_message:
+            messages[-1]["prefix"] = True
+        return messages
 
     async def _chat_deltas(
         self, body: ChatRequest, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None, names: ParameterNames

@@ -94,6 +94,8 @@ class ProxyRoutes:
     ) -> dict[str, Any]:
         model = await self._backend.model_for(forwarded.get("model"), self._name)
         found = await self._backend.completions("chat/completions", {**forwarded, "model": model}, has="message")
+        if forwarded.get("continue_final_message"):
+            messages = [*messages[:-1], {**messages[-1], "prefix": True}]
         for choice in found["choices"]:
             choice |= await self._service.grade(messages, str(choice["message"].get("content") or ""), record)
         return found

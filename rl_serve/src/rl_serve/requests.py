@@ -194,7 +194,9 @@ class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
     return_token_ids: bool = False
     """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
 
-    @field_validator("n", "stream", "logprobs", "echo", "return_token_ids", mode="wrap", check_fields=False)
+    @field_validator(
+        "n", "stream", "logprobs", "echo", "return_token_ids", "continue_final_message", mode="wrap", check_fields=False
+    )
     @classmethod
     def _null_is_default(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         # OpenAI's API allows null for them.
@@ -294,9 +296,22 @@ class ChatRequest(SamplingRequest, GradedRequest, MessageLimit):
     """`auto`, the default, `none`, which hides the tools from the model, `required`, or a function that must be called."""
     parallel_tool_calls: bool | None = None
     """Whether a message may have several calls; only true is supported."""
+    continue_final_message: bool = False
+    """Whether the last message, one of the assistant, is the beginning of the answer, which has only the continuation."""
+    add_generation_prompt: bool | None = None
+    """The opposite of `continue_final_message`, if it is given."""
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.add_generation_prompt is self.continue_final_message:
+            text = f"add_generation_prompt must be {str(not self.continue_final_message).lower()} or absent, because "
+            text += f"continue_final_message is {str(self.continue_final_message).lower()}."
+            raise ApiError(400, text, param="add_generation_prompt")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            text = (
+                f"continue_final_message requires a last message of the assistant, but its role is {self.messages[-1].role!r}."
+            )
+            raise ApiError(400, text, param="messages")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires `logprobs: true`.", param="top_logprobs")
 

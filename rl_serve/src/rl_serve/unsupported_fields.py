@@ -11,7 +11,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
     "detokenize": (True,),
     "documents": ([],),
     "function_call": ("none",),
