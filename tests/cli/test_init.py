@@ -222,6 +222,7 @@ def test_a_dirty_preference_export_lists_all_bad_rows_and_is_used_without_them(t
     assert "With `--skip-bad-rows`, `rlcore init` continues without them" in refused.stderr
     done = rlcore(*command, "--skip-bad-rows")
     assert done.returncode == 0, done.stderr
+    assert f"{path}: 45 rows, each a prompt with a chosen" in done.stdout
     assert yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["data"]["train"]["on_bad_row"] == "skip"
     shown = rlcore("data", "show", tmp_path / "new" / "config.yaml", "--json")
     assert sum(dataset["rows"] for dataset in json.loads(shown.stdout)["datasets"]) == 45
@@ -236,6 +237,8 @@ def test_a_table_with_semicolons_is_read_and_its_wrong_lines_are_listed(tmp_path
     assert "table.csv:53-54: 3 values, but the file has 2 columns (question, answer)" in refused.stderr
     done = rlcore(*command, "--skip-bad-rows")
     assert done.returncode == 0, done.stderr
+    assert f"table.csv: {len(SUMS)} rows, each a question" in done.stdout
+    assert "table.csv:53-54: 3 values" in done.stdout
     written = (tmp_path / "new" / "table.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == [{"question": f"{a}+{b}=", "answer": str(c)} for a, b, c in SUMS]
 

@@ -37,9 +37,9 @@ KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def library_cache(tmp_path, monkeypatch):
-    """The cache of the library is removed with the tests."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def library_cache(tmp_path_factory, monkeypatch):
+    """The cache of the library is removed with the tests, and is no folder of data."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,7 @@ def test_bad_rows_of_the_validation_data_are_counted_with_those_of_the_training_
         ("./absent", "dataset absent does not exist"),
         ("absent.parquet", "dataset absent.parquet does not exist: give the path of a parquet file"),
         ([], r"the dataset has no row to train on \(it is empty\)"),
+        ([{"prompt": "1", "completion": "2", "label": False}], "unpaired feedback, on which no algorithm trains yet"),
         ([{"text": "a"}], r"the dataset, row 0 has \['text'\]: expected `messages`, `prompt` with `completion`, or `question`"),
         (["a"], "the dataset, row 0: it is a str: expected a mapping"),
         ([*ROWS["messages"], {"messages": "a", "tools": 3}], r"the dataset, row 1: `tools` of the result of record is 3"),

@@ -187,7 +187,7 @@ def _files(
     from rlcore_cli.starter.reward_files import reward_files
 
     files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
-    rows = f"{counted(len(train.rows), 'row')}, each {starter.form.name}"
+    rows = f"{counted(starter.rows, 'row')}, each {starter.form.name}"
     head = f"# Trains on {train.path.name}: {rows}. Written by `rlcore init`.\n"
     files[_CONFIG] = head + _config_text(starter, model, hardware, registry)
     if starter.samples and not starter.math:
@@ -241,6 +241,7 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     unwritable = [location for view in views for location in view.locations["unwritable_answers"]]
     return replace(
         starter,
+        rows=sum(view.rows for view in views if validation is None or view.name == "train"),
         unwritable_answers=sum(view.unwritable_answers for view in views),
         unwritable_location=_in_given_file(unwritable[0], train, validation) if unwritable else "",
         is_small=has_few_parameters(read_model_config(model)),
@@ -323,11 +324,14 @@ def _reject_existing(names: Iterable[str], folder: Path) -> None:
 
 
 def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
+    from rl_train.data.bad_rows import bad_row_lines
     from rlcore_cli.starter.config_values import FEWEST_ROWS
     from rlcore_cli.starter.row_format import ANSWERS, empty_answers
 
     config = output / _CONFIG
-    print(f"{train.path}: {counted(len(train.rows), 'row')}, each {form.name}")
+    print(f"{train.path}: {counted(starter.rows, 'row')}, each {form.name}")
+    for line in bad_row_lines(train.bad):
+        print(f"Skipped: {line}")
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
     if starter.samples and form.answer_key is None:
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")

@@ -156,7 +156,7 @@ def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str
         raise DataError("both answers are the same, so there is no preference")
     if all(message["role"] in ("system", "developer") for message in prompt):
         raise DataError(
-            f"there is no prompt: the row has {sorted(row)} but no {config.prompt_key!r}, and its answers have no common "
+            f"there is no prompt: the row has {_present(row)} but no {config.prompt_key!r}, and its answers have no common "
             f"beginning"
         )
     for name, answer in (("better", chosen), ("worse", rejected)):
@@ -174,5 +174,9 @@ def _shared_length(one: Messages, other: Messages) -> int:
 
 def _field(row: dict[str, Any], key: str) -> Any:
     if row.get(key) is None:
-        raise DataError(f"the field {key!r} is missing: the row has {sorted(row)}")
+        raise DataError(f"the field {key!r} is missing: the row has {_present(row)}")
     return row[key]
+
+
+def _present(row: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key, value in row.items() if value is not None)
