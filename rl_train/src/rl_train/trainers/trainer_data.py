@@ -191,8 +191,8 @@ def _keys_of(rows: Rows) -> dict[str, Any]:
         raise DataError(f"{rows.row_location(0)}: {error}") from error
     if isinstance(rows[0].get("label"), bool) and "completion" in fields:
         raise DataError(
-            f"{rows.row_location(0)} has {sorted(fields)}: unpaired feedback, on which no algorithm trains yet. Pass the rows with "
-            "a good completion, without `label`, or pairs with `prompt`, `chosen` and `rejected`"
+            f"{rows.row_location(0)} has {sorted(fields)}: unpaired feedback, on which no algorithm trains yet. Pass the rows "
+            "with a good completion, without `label`, or pairs with `prompt`, `chosen` and `rejected`"
         )
     for wanted, keys in _FORMS:
         if wanted <= fields:
