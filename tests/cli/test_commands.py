@@ -110,6 +110,11 @@ def test_a_config_file_instead_of_a_command_suggests_train():
             "error: No such option: --max_steps\nKeys of the config have no dashes: `rlcore explain max_steps` finds one, and "
             "key=value sets it.\nSee `rlcore train --help`.\n",
         ),
+        (
+            ["train", "config.yaml", "--lr", "3"],  # similar to --help, but only in its dashes
+            "error: No such option: --lr\nKeys of the config have no dashes: `rlcore explain lr` finds one, and key=value sets "
+            "it.\nSee `rlcore train --help`.\n",
+        ),
         (["train", "a.jsonl"], "error: a.jsonl is a data file: `rlcore init a.jsonl --model MODEL` writes a config for it.\n"),
         (["train", "a.py"], "error: a.py is Python code, but a config is a YAML file (examples/grpo_addition.yaml is one).\n"),
         (["train", "--hlep"], "error: No such option: --hlep (Possible options: --help)\nSee `rlcore train --help`.\n"),

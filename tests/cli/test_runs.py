@@ -54,3 +54,9 @@ def test_a_folder_that_does_not_exist_ends_with_2(tmp_path):
     result = rlcore("runs", tmp_path / "nowhere")
     assert (result.returncode, result.stdout) == (2, "")
     assert "is not a folder" in result.stderr
+
+
+def test_without_any_runs_the_command_that_starts_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = "error: There is no folder runs here. `rlcore train CONFIG` writes runs to `logger.log_dir`: give that folder.\n"
+    assert (rlcore("runs").returncode, rlcore("runs").stderr) == (2, expected)

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,16 +156,19 @@ def main() -> None:
 
 def _print_usage_error(error: typer.TyperException) -> None:
     """Print a mistake in the command line like other errors; without any argument, the help."""
+    key = str(getattr(error, "option_name", "")).lstrip("-")
+    # The class of unknown options is private. Its possibilities may share only the dashes with what was given.
+    if is_unknown := hasattr(error, "possibilities"):
+        near = get_close_matches(key, [each.lstrip("-") for each in error.possibilities or ()])
+        error.possibilities = [f"--{each}" for each in near]
     message, context = error.format_message(), getattr(error, "ctx", None)
     if context is not None and message == context.get_help():
         print(message, file=sys.stderr)
     else:
         hint = f"\nSee `{context.command_path} --help`." if context is not None else ""
-        key = str(getattr(error, "option_name", "")).lstrip("-")
-        # The class of unknown options is private; the possibilities are options with a similar name.
-        is_unknown = hasattr(error, "possibilities") and not error.possibilities
-        if context is not None and is_unknown and any(each.name == "overrides" for each in context.command.params):
-            hint = f"\nKeys of the config have no dashes: `rlcore explain {key}` finds one, and key=value sets it.{hint}"
+        if context is not None and is_unknown and not near and any(each.name == "overrides" for each in context.command.params):
+            name = key.replace("-", "_")
+            hint = f"\nKeys of the config have no dashes: `rlcore explain {name}` finds one, and key=value sets it.{hint}"
         print(f"error: {message}{hint}", file=sys.stderr)
 
 

@@ -68,7 +68,8 @@ def runs(
         rlcore runs --json
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder. Give the folder that contains run folders, such as runs.")
+        where = "There is no folder runs here. " if folder == RUNS else f"{folder} is not a folder. "
+        raise UserError(f"{where}`rlcore train CONFIG` writes runs to `logger.log_dir`: give that folder.")
     listed = [_listed(path) for path in runs_in(folder)]
     listed = [run for run in listed if status in (None, run.status)]
     if as_json:

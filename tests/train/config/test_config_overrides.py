@@ -104,12 +104,13 @@ def test_a_key_of_another_section_is_found(files, good):
 
 
 MALFORMED = {
-    "policy.precision": "Overrides have the form key=value, such as policy.precision=bfloat16.",
-    "other.yaml": "Overrides have the form key=value, such as policy.precision=bfloat16. To layer several config "
-    "files, give the first ones with --config, or use `defaults:` in the last.",
+    "policy.precision": "Overrides have the form key=value without spaces, such as policy.precision=bfloat16.",
+    "other.yaml": "Overrides have the form key=value without spaces, such as policy.precision=bfloat16. To layer "
+    "several config files, give the first ones with --config, or use `defaults:` in the last.",
     "+policy.precision=float32": "The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.",
-    "policy..precision=float32": "The key before `=` has an empty component: write it like policy.precision.",
-    "=3": "The key before `=` has an empty component: write it like policy.precision.",
+    "policy..precision=float32": "The key before `=` has an empty component: write it like policy.precision=bfloat16, without "
+    "spaces.",
+    "=3": "The key before `=` has an empty component: write it like policy.precision=bfloat16, without spaces.",
     "policy.precision=": "There is no value after `=`: use null for no value, '' for an empty string.",
     "logger.run_name=#1": "There is no value after `=`: text that starts with `#` must be quoted.",
     "defaults=base.yaml": "`defaults` is read before overrides are applied: set it in a file.",
@@ -184,3 +185,10 @@ def test_errors_of_overrides_come_last_and_in_their_order(files, good):
     errors = files.errors(good.replace("num_prompts_per_step: 8", "num_prompts_per_step: 0"), *overrides)
     assert errors[0].startswith("config.yaml:2:25: ")
     assert [line.split("`")[1] for line in errors[1:]] == overrides
+
+
+def test_a_key_of_the_file_may_contain_dots(files, good):
+    task = good.replace("arithmetic: {}", "games.Sums: {name: arithmetic}")
+    run = files.load(task, "env.games.Sums.num_workers=2", "++env.games.Sums.step_timeout_s=5").run
+    assert (run.env["games.Sums"].num_workers, run.env["games.Sums"].step_timeout_s) == (2, 5)
+    assert list(files.load(task, "env.games.Sums=null", "++env.sums={name: arithmetic}").run.env) == ["sums"]

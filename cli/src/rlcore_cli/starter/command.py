@@ -352,7 +352,7 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
         print(
             f"Longest row: {starter.longest_location} has {starter.longest_row:,} tokens, the next longest "
             f"{starter.next_longest_row:,}. Memory and time of a step grow with policy.max_total_sequence_length: remove this "
-            "row, or lower the limit and set data.on_long_prompt: drop."
+            "row, or lower that length and set data.on_long_prompt: drop."
         )
     others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
     print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))

@@ -373,7 +373,7 @@ class WorkerRestarter:
             raise WorkerDiedError(
                 f"{'; '.join(names)} exited and `{self._key}` ({self._max_restarts}) does not allow another restart; "
                 f"{self.count} workers of this group were already restarted. Check their logs and the memory of their hosts. "
-                "Then resume from the last checkpoint, or raise the limit." + (f"\n{cause}" if cause is not None else "")
+                f"Then resume from the last checkpoint, or raise `{self._key}`." + (f"\n{cause}" if cause is not None else "")
             )
         why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
         for name in names:

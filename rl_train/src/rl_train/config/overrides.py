@@ -73,12 +73,14 @@ def _parse(text: str, location: SourceLocation) -> tuple[KeyPath, Node, bool]:
         meant = ""
         if text.endswith((".yaml", ".yml")) or os.path.isfile(text):
             meant = " To layer several config files, give the first ones with --config, or use `defaults:` in the last."
-        raise _invalid(f"Overrides have the form key=value, such as policy.precision=bfloat16.{meant}", location)
+        raise _invalid(f"Overrides have the form key=value without spaces, such as policy.precision=bfloat16.{meant}", location)
     if match["plus"] == "+":
         raise _invalid("The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.", location)
     keys = [key for part in _components(match["key"].strip()) for key in part]
     if "" in keys:
-        raise _invalid("The key before `=` has an empty component: write it like policy.precision.", location)
+        raise _invalid(
+            "The key before `=` has an empty component: write it like policy.precision=bfloat16, without spaces.", location
+        )
     if keys[0] == "defaults":
         raise _invalid("`defaults` is read before overrides are applied: set it in a file.", location)
     if not match["value"].strip():
@@ -106,12 +108,19 @@ def _components(key: str) -> Iterator[KeyPath]:
 
 
 def _with_indices(root: Node, path: KeyPath) -> KeyPath:
-    """The path with list indices as integers; an index in brackets is a key if it stands in a mapping."""
+    """The path with list indices as integers; an index in brackets is a key if it stands in a mapping.
+
+    A key of a mapping may contain dots, such as the import path of a logger: the longest one that exists is meant.
+    """
     found: Node | None = root
     keys: list[str | int] = []
-    for part in path:
+    remaining = list(path)
+    while remaining:
+        part = remaining.pop(0)
         if found is not None and isinstance(found.value, dict):
-            part = str(part)
+            names = [".".join(map(str, [part, *remaining[:more]])) for more in range(len(remaining) + 1)]
+            more = max((more for more, name in enumerate(names) if name in found.value), default=0)
+            part, remaining = names[more], remaining[more:]
         elif found is not None and isinstance(found.value, list):
             is_index = str(part).isdecimal() and len(str(part)) <= _MAX_INDEX_DIGITS
             part = int(part) if is_index else part

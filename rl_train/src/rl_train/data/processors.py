@@ -23,6 +23,10 @@ _ALWAYS_TOKENIZED = 1_000_000
 _CHARACTERS_PER_TOKEN = 100
 """A conversation with more characters than both `_ALWAYS_TOKENIZED` and this number for each allowed token is too long without
 being tokenized, which takes a minute for 20 MB. English has about 4 characters per token."""
+_LONGER = (
+    "raise policy.max_total_sequence_length, and data.max_input_seq_length if it is set, or drop such rows "
+    "(data.on_long_prompt: drop)"
+)
 
 
 def prompt_datum(
@@ -208,8 +212,7 @@ def _tokenizable(
         return messages, False
     if on_too_long is OnTooLong.ERROR:
         raise DataError(
-            f"record {idx} has {characters} characters, too many for the {max_length} tokens that are allowed: raise the "
-            "limit, or drop such rows (data.on_long_prompt: drop)"
+            f"record {idx} has {characters} characters, too many for the {max_length} tokens that are allowed: {_LONGER}"
         )
     return [{**message, "content": (message.get("content") or "")[:max_length]} for message in messages], True
 
@@ -221,10 +224,7 @@ def _datum(
     too_long = is_cut or (max_length is not None and length > max_length)
     if max_length is not None and too_long:
         if on_too_long is OnTooLong.ERROR:
-            raise DataError(
-                f"record {idx} has {length} tokens, but {max_length} are allowed: raise the limit, or drop such rows "
-                "(data.on_long_prompt: drop)"
-            )
+            raise DataError(f"record {idx} has {length} tokens, but {max_length} are allowed: {_LONGER}")
         _truncate(log, max_length)
         length = min(length, max_length)
     datum = DatumSpec(
