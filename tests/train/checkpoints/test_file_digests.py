@@ -33,6 +33,7 @@ def test_a_changed_tensor_and_a_changed_file_are_named(model, monkeypatch, whole
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (model / "tokenizer_config.json").write_text("{}")
     (model / "README.md").write_text("Notes")
+    (model / "results.json").write_text("{}")
     after = path_digests(str(model))
     assert changed(before, after) == [f"tensor {name}", "tokenizer_config.json"]
     assert changed(base_weights(before), base_weights(after)) == [f"tensor {name}"]

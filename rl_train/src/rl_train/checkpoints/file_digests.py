@@ -16,6 +16,11 @@ from rl_core.data.hub import model_source
 
 _WHOLE: Final = 1 << 30
 """Bytes of a model or file, 0.2 CPU-seconds: of a larger one, only blocks of each tensor or file are read."""
+_JSON: Final = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "chat_template.json"),
+)
+"""JSON files of a model that decide what is loaded, except for the list of shards."""
 _BLOCK: Final = 1 << 12
 _BLOCKS_OF_TENSOR: Final = 3
 _BLOCKS_OF_FILE: Final = 256
@@ -26,11 +31,8 @@ def path_digests(path: str) -> dict[str, str]:
     """The digests of what a path has, by tensor and file; by commit for a model in the hub's cache; empty for other names."""
     location = Path(path)
     if isdir(path):
-        names = [
-            *model_files(location),
-            *(file.name for suffix in ("bin", "pt", "py") for file in location.glob(f"*.{suffix}")),
-        ]
-        files = [location / name for name in names if not name.endswith(".index.json")]
+        names = [name for name in model_files(location) if not name.endswith(".json") or name in _JSON]
+        files = [*(location / name for name in names), *location.glob("pytorch_model*.bin"), *location.glob("*.py")]
         whole = sum(file.stat().st_size for file in files) <= _WHOLE
         return {name: digest for file in files for name, digest in _file_digests(file, file.name, whole=whole)}
     if isfile(path):
