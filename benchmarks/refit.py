@@ -28,7 +28,7 @@ import torch
 
 from rl_core.weights.fingerprint import tensor_digest
 from rl_core.weights.manifest import manifest_of
-from rl_core.weights.sink import WeightSink
+from rl_core.weights.receiver import WeightSink
 from rl_core.weights.source import WeightSource
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer

@@ -12,7 +12,7 @@ from rl_backends_hf.training.optimizer import build_optimizer
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError, ConfigError, NonFiniteError, NotSupportedError, UserError
-from rl_core.training.schedules import build_scheduler
+from rl_core.training.optimizer_settings import build_scheduler
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from rl_backends_megatron.checks import find_incompatibilities
 from rl_backends_megatron.megatron_section import MegatronConfig as MegatronConfig
-from rl_core.config.model_paths import model_path_problem
+from rl_core.config.paths import model_path_problem
 from rl_core.config.schema import PolicyConfig
 from rl_core.config.section import Devices
 from rl_core.config.source_tree import KeyPath

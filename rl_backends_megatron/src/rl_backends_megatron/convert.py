@@ -18,7 +18,7 @@ from rl_backends_megatron.hf_folder import SafetensorsFolder, write_folder
 from rl_backends_megatron.loading import LoadedModel, load_model
 from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.parallel import join, leave
-from rl_core.config.model_paths import model_files
+from rl_core.config.paths import model_files
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.interfaces.worker_context import WorkerContext

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
-from rl_core.config.model_paths import model_path_problem
+from rl_core.config.paths import model_path_problem
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 from rl_core.config.section import Devices
 from rl_core.config.source_tree import KeyPath

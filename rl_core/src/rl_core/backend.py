@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_core.config.keywords import section_from_keywords as section_from_keywords
+from rl_core.config.python_sections import section_from_keywords as section_from_keywords
 from rl_core.data.batched_data_dict import BatchedDataDict as BatchedDataDict
 from rl_core.data.generation_io import Completion as Completion
 from rl_core.data.generation_io import LengthLimits as LengthLimits
@@ -43,10 +43,10 @@ from rl_core.training.loaded_model import refuse_other_head as refuse_other_head
 from rl_core.training.loaded_model import report_as_error as report_as_error
 from rl_core.training.microbatch_splitter import MicrobatchSplitter as MicrobatchSplitter
 from rl_core.training.microbatch_splitter import scored_tokens as scored_tokens
-from rl_core.training.named import call_named as call_named
 from rl_core.training.optimizer_settings import OptimizerSettings as OptimizerSettings
+from rl_core.training.optimizer_settings import build_scheduler as build_scheduler
+from rl_core.training.optimizer_settings import call_named as call_named
 from rl_core.training.policy_worker import PolicyWorkerBase as PolicyWorkerBase
-from rl_core.training.schedules import build_scheduler as build_scheduler
 from rl_core.training.steps import first_non_finite_loss as first_non_finite_loss
 from rl_core.training.steps import non_finite_step_error as non_finite_step_error
 from rl_core.training.steps import reduce_metrics as reduce_metrics
@@ -63,21 +63,21 @@ from rl_core.weights.manifest import manifest_to_send as manifest_to_send
 from rl_core.weights.manifest import weights_of as weights_of
 from rl_core.weights.receiver import NO_VERSION as NO_VERSION
 from rl_core.weights.receiver import WeightReceiver as WeightReceiver
-from rl_core.weights.sink import WeightSink as WeightSink
+from rl_core.weights.receiver import WeightSink as WeightSink
 from rl_core.weights.source import WeightSource as WeightSource
 
 if TYPE_CHECKING:
+    from rl_core.training.data_only import DAMAGE_ERRORS as DAMAGE_ERRORS
+    from rl_core.training.data_only import TRAINER_FILE as TRAINER_FILE
     from rl_core.training.data_only import DataOnlyBytes as DataOnlyBytes
     from rl_core.training.data_only import DataOnlyReader as DataOnlyReader
     from rl_core.training.data_only import read_metadata as read_metadata
+    from rl_core.training.data_only import read_state_file as read_state_file
+    from rl_core.training.data_only import read_trainer_file as read_trainer_file
+    from rl_core.training.data_only import reason_of as reason_of
+    from rl_core.training.data_only import write_error as write_error
     from rl_core.training.finite import first_non_finite as first_non_finite
     from rl_core.training.finite import refuse_non_finite_file as refuse_non_finite_file
-    from rl_core.training.state_files import DAMAGE_ERRORS as DAMAGE_ERRORS
-    from rl_core.training.state_files import TRAINER_FILE as TRAINER_FILE
-    from rl_core.training.state_files import read_state_file as read_state_file
-    from rl_core.training.state_files import read_trainer_file as read_trainer_file
-    from rl_core.training.state_files import reason_of as reason_of
-    from rl_core.training.state_files import write_error as write_error
 
 # torch.distributed.checkpoint takes almost a second to import, and engines do not need it.
 __getattr__ = import_on_first_use(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class RLCoreError(Exception):
@@ -154,3 +155,12 @@ def frames_of(error: BaseException) -> tuple[tuple[str, int], ...]:
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     own = tuple((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
     return own if cause is None else (*frames_of(cause), *own)
+
+
+_LONGEST = 120
+
+
+def format_value(value: Any) -> str:
+    """The value as text, truncated if it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -16,7 +16,7 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.interfaces.value import ValueInterface
+from rl_core.interfaces.trainable import ValueInterface
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.schema import RunConfig

@@ -8,8 +8,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, UserError
 from rl_core.plugins.import_path import resolve
 from rl_core.training.microbatch_splitter import MicrobatchSplitter
-from rl_core.training.named import call_named
-from rl_core.training.schedules import build_scheduler
+from rl_core.training.optimizer_settings import build_scheduler, call_named
 from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
 LENGTHS = [3, 9, 5, 2, 7, 4]

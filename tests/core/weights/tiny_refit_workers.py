@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_core.weights.manifest import manifest_of, weights_of
-from rl_core.weights.sink import WeightSink
+from rl_core.weights.receiver import WeightSink
 from rl_core.weights.source import WeightSource
 
 

@@ -85,7 +85,7 @@ def init(
         rlcore init pairs.jsonl --question query --chosen better --rejected worse --skip-bad-rows
         rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
-    from rl_core.config.model_paths import model_path_problem
+    from rl_core.config.paths import model_path_problem
     from rl_core.data.hub import require_model
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry

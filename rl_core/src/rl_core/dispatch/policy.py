@@ -28,8 +28,7 @@ from rl_core.interfaces.policy import (
     ReferenceLogprobOutputSpec,
     TopkLogprobOutputSpec,
 )
-from rl_core.interfaces.trainable import WeightSample
-from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
+from rl_core.interfaces.trainable import ValueInterface, ValueOutputSpec, WeightSample
 from rl_core.interfaces.worker import PolicyFacts, StepResult
 from rl_core.weights.handles import merge_handles
 

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 from rl_core.config.python_sections import read_section
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.formatting import format_value
 from rl_core.environments.step_results import StepResult, environment_return, named_rewards
 from rl_core.environments.thinking import final_text
-from rl_core.errors import DataError, RLCoreError
+from rl_core.errors import DataError, RLCoreError, format_value
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 
 FACTS_KEY = "score_facts"

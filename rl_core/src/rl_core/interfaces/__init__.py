@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from rl_core.interfaces.policy import TopkLogprobOutputSpec as TopkLogprobOutputSpec
     from rl_core.interfaces.trainable import TrainableInterface as TrainableInterface
     from rl_core.interfaces.trainable import TrainingDatumSpec as TrainingDatumSpec
-    from rl_core.interfaces.value import ValueInterface as ValueInterface
-    from rl_core.interfaces.value import ValueOutputSpec as ValueOutputSpec
+    from rl_core.interfaces.trainable import ValueInterface as ValueInterface
+    from rl_core.interfaces.trainable import ValueOutputSpec as ValueOutputSpec
     from rl_core.interfaces.weights import TransportContext as TransportContext
     from rl_core.interfaces.weights import WeightTransport as WeightTransport
 

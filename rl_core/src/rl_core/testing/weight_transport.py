@@ -20,7 +20,7 @@ from rl_core.testing.promises import Condition, Conformance, Found, must_raise, 
 from rl_core.testing.reference.sender import ReferenceSender
 from rl_core.weights.fingerprint import describe_differences, tensor_digests
 from rl_core.weights.manifest import dtype_of
-from rl_core.weights.sink import WeightSink
+from rl_core.weights.receiver import WeightSink
 
 _BUFFER, _DEADLINE_S, _SHORT_S = 6144, 60.0, 0.2
 _ARRIVES = "test_every_tensor_arrives_bit_for_bit"

@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
+from rl_core.config.policy_sections import SCHEDULES, constant
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
-from rl_core.errors import CheckpointError
-from rl_core.training.schedules import build_scheduler
+from rl_core.errors import CheckpointError, UserError, with_key
+from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.import_path import resolve
 
 
 class OptimizerSettings:
@@ -102,3 +106,79 @@ class OptimizerSettings:
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     # Copies, because schedules change a learning rate that is a tensor in place.
     return [{key: deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def call_named(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also: tuple[str, ...] = ()) -> Any:
+    """Call `factory(first, **kwargs)`; other arguments as `check_arguments`.
+
+    Raises:
+        UserError: it is not callable, an argument is missing or unknown, or it raises on one.
+    """
+    if not callable(factory):
+        raise UserError(f"`{key}.name`: {factory!r} cannot be called: name a class or a function.", key=f"{key}.name")
+    check_arguments(factory, kwargs, key=key, num_positional=1, also=also)
+    try:
+        return factory(first, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = getattr(factory, "__name__", repr(factory))
+        raise UserError(f"`{key}.kwargs`: {name} rejects {dict(kwargs)}: {error}", key=f"{key}.kwargs") from error
+
+
+def check_arguments(
+    factory: Callable[..., Any], kwargs: Mapping[str, Any], *, key: str, num_positional: int, also: tuple[str, ...] = ()
+) -> None:
+    """Check that `factory` accepts the keywords and gets those that it needs.
+
+    Args:
+        factory: the callable.
+        kwargs: keyword arguments from the config.
+        key: the config section, for errors.
+        num_positional: number of arguments passed by position.
+        also: keywords handled elsewhere, for the list of allowed ones.
+
+    Raises:
+        UserError: one is missing or unknown.
+    """
+    parameters = list(inspect.signature(factory).parameters.values())[num_positional:]
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        names = [p.name for p in parameters]
+        for name in kwargs:
+            if name not in names:
+                raise UserError(
+                    f"`{key}.kwargs.{name}`: {getattr(factory, '__name__', factory)} takes no such argument."
+                    f"{did_you_mean(name, [*names, *also])} It takes {', '.join([*names, *also])}.",
+                    key=f"{key}.kwargs.{name}",
+                )
+    named = (p for p in parameters if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL))
+    missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in kwargs]
+    if missing:
+        raise UserError(f"`{key}.kwargs` is missing {', '.join(missing)}.", key=f"{key}.kwargs")
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | None) -> Any:
+    """The learning-rate schedule; it steps once per optimizer step. Constant without a config.
+
+    Raises:
+        UserError: the name does not exist, or an argument is missing or unknown.
+    """
+    if config is None:
+        return LambdaLR(optimizer, constant)
+    if config.name in SCHEDULES:
+        shape = SCHEDULES[config.name]
+        check_arguments(shape, config.kwargs, key="policy.scheduler", num_positional=1)
+        return LambdaLR(optimizer, partial(shape, **config.kwargs))
+    if "." not in config.name:
+        raise UserError(
+            f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(SCHEDULES))} Use one of "
+            f"{', '.join(sorted(SCHEDULES))}, or any dotted path such as torch.optim.lr_scheduler.CosineAnnealingLR.",
+            key="policy.scheduler.name",
+        )
+    with with_key("policy.scheduler.name"):
+        factory = resolve(config.name, key="policy.scheduler.name")
+    scheduler = call_named(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
+    if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
+        raise UserError(
+            f"`policy.scheduler.name`: {config.name} returned a {type(scheduler).__name__}, not a schedule.",
+            key="policy.scheduler.name",
+        )
+    return scheduler

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_envs.code.suites import Suite, read_suite
 from rl_envs.code.testing import SuiteRunner
 from rl_sandbox.interface import Outcome, SessionInterface

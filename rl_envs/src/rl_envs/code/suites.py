@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeGuard
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 
 _COUNTED = "try:\n    rl_tests.begin()\n    rl_tests.end({0}, None)\nexcept BaseException:\n    rl_tests.failed({0})"
 _BUILTIN = frozenset(name for name in vars(builtins) if name.islower() and callable(getattr(builtins, name)))

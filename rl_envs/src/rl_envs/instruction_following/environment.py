@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.formatting import format_value
 from rl_core.environments import Score, ScorerEnvironment
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_envs.instruction_following.config import InstructionFollowingConfig
 from rl_envs.instruction_following.constraints import UNSUPPORTED, follows, parameters_of
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from rl_core.config.python_sections import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.formatting import format_value
 from rl_core.environments import StepResult, environment_return, final_text
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.sliding_puzzle.board import Board, can_be_solved, format_board, legal_moves, moved, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 from rl_core.config.python_sections import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.formatting import format_value
 from rl_core.environments import StepResult, environment_return, final_text
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import Observation
 from rl_envs.text_games.config import GameConfig

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.formatting import format_value
 from rl_core.environments import Score, ScorerEnvironment
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 
 _PREDICTION = re.compile(r"^(?:[^\S\n]|[*_#>-])*+prediction[\s*_]*:(.+)$", re.IGNORECASE | re.MULTILINE)
 

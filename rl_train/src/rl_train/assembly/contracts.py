@@ -17,8 +17,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
-from rl_core.interfaces.trainable import TrainableInterface
-from rl_core.interfaces.value import ValueInterface
+from rl_core.interfaces.trainable import TrainableInterface, ValueInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker
 from rl_core.plugins.capabilities import Capability

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from rl_core.config.model_paths import model_files
+from rl_core.config.paths import model_files
 from rl_core.data.hub import model_source
 
 _WHOLE: Final = 1 << 30

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from rl_core.config.schedules import SCHEDULES
+from rl_core.config.policy_sections import SCHEDULES
 from rl_core.config.schema import SchedulerConfig
 from rl_train.config.optimizer_steps import OptimizerSteps, optimizer_steps
 from rl_train.config.schema import RunConfig

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_core.config.schema import DatasetConfig
-from rl_core.data.formatting import format_value
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, format_value
 from rl_train.user_code import reporting_errors
 
 _FORM = "A record is a dict with `messages` (a list of {role, content}), or with `prompt`, `chosen` and `rejected`."

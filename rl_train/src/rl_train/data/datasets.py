@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_core.interfaces.dataset import Record
 from rl_train.data.conversations import Messages, kind_of, paired_text, read_messages, with_system_prompt, without_answer
 from rl_train.data.record_functions import form_hint

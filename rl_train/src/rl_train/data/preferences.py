@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt
 from rl_train.data.records import Records, RowReader
 from rl_train.data.row_sections import PreferenceFields

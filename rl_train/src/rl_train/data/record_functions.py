@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, format_value
 from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve
 from rl_train.data.tool_calls import from_text

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_train.data.strict_json import read_json
 
 Tool = dict[str, Any]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 from rl_core.plugins.component import did_you_mean
 from rl_train.prompts.few_shot import FixedExamples, NearestExamples, select_examples
 from rl_train.prompts.prompt_files import EXAMPLES, FewShotExamples, find_prompt, placeholders, read_prompt

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.model_paths import model_files
+from rl_core.config.paths import model_files
 from rl_core.errors import CheckpointError
 from rl_core.training.loaded_model import check_files
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from rl_core.data.formatting import format_value
+from rl_core.errors import format_value
 from rl_core.interfaces.messages import ToolCall, ToolSpec
 
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, format_value
 from rl_core.interfaces.messages import ToolCall
 from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.formatting import format_value
-from rl_core.errors import DataError
+from rl_core.errors import DataError, format_value
 
 
 def text_of(content: Any, what: str) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rl_core.config.diagnostics import Problem, show
-from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
-from rl_core.config.schedules import SCHEDULES
+from rl_core.config.policy_sections import SCHEDULES, OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
