@@ -12,7 +12,7 @@ from rank_processes import RankProgram
 from recorded_collectives import assert_lockstep, with_two_swapped
 
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.cluster.ports import free_port
+from rl_core.rendezvous.interfaces import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -10,8 +10,8 @@ import torch
 from rank_processes import RankProgram
 
 from rl_backends_hf.model_options import HFConfig
-from rl_core.cluster.ports import free_port
 from rl_core.errors import ConfigError
+from rl_core.rendezvous.interfaces import free_port
 from rl_train.config.loader import load_config
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_addition.yaml"

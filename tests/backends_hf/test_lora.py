@@ -15,8 +15,8 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
 from rl_backends_hf.training import reference as reference_room
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.cluster.ports import free_port
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
+from rl_core.rendezvous.interfaces import free_port
 from rl_core.weights.fingerprint import tensor_digest
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset

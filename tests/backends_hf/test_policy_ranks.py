@@ -6,7 +6,7 @@ import transformers
 from rank_processes import RankProgram
 
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.cluster.ports import free_port
+from rl_core.rendezvous.interfaces import free_port
 
 MODES = ("replicate", "fsdp2")
 WORKERS = 2 * (3 * 3 + 2 + 2)

@@ -15,9 +15,9 @@ from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf.training.optimizer import build_optimizer
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.cluster.ports import free_port
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
+from rl_core.rendezvous.interfaces import free_port
 
 pytestmark = pytest.mark.skipif(
     not (Path(sys.prefix) / "torchao").is_dir(), reason="torchao is not installed in the folder that the Makefile names"

@@ -13,10 +13,10 @@ from rl_backends_hf.convert import to_folder
 from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.cluster.ports import free_port
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, NotSupportedError, UserError, WorkerError
 from rl_core.interfaces.conversion import Conversion
+from rl_core.rendezvous.interfaces import free_port
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2")
 BATCHING = ({}, {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256}}, {"sequence_packing": {"enabled": True}})

@@ -38,8 +38,8 @@ from transformers import AutoConfig
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.worker import MegatronPolicyWorker
-from rl_core.cluster.ports import free_port
 from rl_core.errors import NonFiniteError
+from rl_core.rendezvous.interfaces import free_port
 
 
 class PoisonedOn(NLL):

@@ -15,7 +15,7 @@ from recorded_collectives import assert_lockstep, with_two_swapped
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.cluster.ports import free_port
+from rl_core.rendezvous.interfaces import free_port
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,10 +8,10 @@ import pytest
 from command_line import rlcore
 
 from rl_core.cluster.placement import Node
-from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.config.cluster_section import ResourcesConfig
 from rl_core.errors import DeadlineExceededError, UserError
+from rl_core.rendezvous.interfaces import free_port
 from rlcore_cli.cluster_check.findings import findings_of
 from rlcore_cli.cluster_check.node_probe import NodeProbe, digest, report
 from rlcore_cli.cluster_check.nodes import Survey

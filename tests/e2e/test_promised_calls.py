@@ -11,7 +11,6 @@ import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
-from rl_core.cluster.ports import free_port
 from rl_core.config.schema import GenerationConfig
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, NotSupportedError, ResourceInsufficientError
@@ -25,6 +24,7 @@ from rl_core.interfaces import (
     PolicyInterface,
     ReferenceLogprobOutputSpec,
 )
+from rl_core.rendezvous.interfaces import free_port
 from rl_envs import ArithmeticEnvironment, MathEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train import diagnostics

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from environment_steps import step_checked
 
-from rl_core.cluster.ports import free_port
 from rl_core.errors import ConfigError
+from rl_core.rendezvous.interfaces import free_port
 from rl_envs.tools.config import ToolsEnvironmentConfig
 from rl_envs.tools.environment import ToolsEnvironment
 from rl_envs.tools.mcp_connection import _LastErrors

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from environment_steps import step_checked
 
-from rl_core.cluster.ports import free_port
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
+from rl_core.rendezvous.interfaces import free_port
 from rl_envs.nemo_gym.environment import NemoGymEnvironment
 
 ROW = {"expected_count": 6, "initial_count": 3}

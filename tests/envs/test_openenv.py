@@ -12,8 +12,8 @@ from environment_steps import step_checked
 from other_interpreters import make_environment, see_our_packages, site_packages
 from websockets.sync.server import serve
 
-from rl_core.cluster.ports import free_port
 from rl_core.errors import ConfigError
+from rl_core.rendezvous.interfaces import free_port
 from rl_envs.text_games.openenv import OpenEnvEnvironment
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_servers import kill, vllm_server
 
-from rl_core.cluster.ports import free_port
+from rl_core.rendezvous.interfaces import free_port
 from rl_train.prompts.templates import load_prompt
 
 pytestmark = [

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.attention_mask import lengths_from_attention_mask, with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import lengths_from_attention_mask, with_input_lengths
 from rl_core.data.schema import SCHEMA, pad_value
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec

@@ -18,7 +18,7 @@ import gated_workers
 from gated_workers import TOKENS, ReportingWorker, SilentWorker
 
 from rl_core.cluster import RayVirtualCluster
-from rl_core.cluster.batch_progress import read_progress
+from rl_core.cluster.actor_host import read_progress
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration

@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import cuda_ipc
-from rl_core.weights.cuda_ipc import GpuBuffer, device_uuid, open_buffer
-from rl_core.weights.handles import merge_handles
+from rl_core.weights.cuda_ipc import GpuBuffer, device_uuid, merge_handles, open_buffer
 from rl_core.weights.source import BufferPair
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -24,8 +24,8 @@ from tiny_refit_workers import (
     TinyPolicy,
 )
 
-from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError
+from rl_core.rendezvous.interfaces import free_port
 from rl_core.weights.collective import WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer

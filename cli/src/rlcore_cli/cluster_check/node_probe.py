@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_core.cluster.ports import free_port
+from rl_core.rendezvous.interfaces import free_port
 
 LIBRARIES = ("ray", "torch", "transformers", "safetensors", "numpy", "vllm", "megatron-core")
 _SAMPLE = 2**20

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 from rl_core.cluster.pending_call import PendingCall
-from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
 from rl_core.data.process_seed import separate_generators
@@ -17,6 +16,7 @@ from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedEr
 from rl_core.event_loop import finished
 from rl_core.interfaces.out_of_memory import explaining_memory
 from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
+from rl_core.rendezvous.interfaces import free_port
 
 
 class InProcessWorkerGroup(WorkerGroup):

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.cluster import daemons
-from rl_core.cluster.batch_progress import read_progress
+from rl_core.cluster.actor_host import read_progress
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import PendingCall

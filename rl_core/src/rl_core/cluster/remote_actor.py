@@ -17,8 +17,7 @@ from ray.experimental.internal_kv import _internal_kv_del
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons, orphan_reaper, stacks
-from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
-from rl_core.cluster.batch_progress import NAMESPACE
+from rl_core.cluster.actor_host import MARKER, NAMESPACE, ActorHost, Failure, Identity
 from rl_core.cluster.ray_runtime import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext

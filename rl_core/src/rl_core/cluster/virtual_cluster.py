@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons
 from rl_core.cluster.placement import Node, Request, insufficient, plan
-from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease, live_nodes
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.errors import ResourceInsufficientError, UserError
+from rl_core.rendezvous.interfaces import free_port
 
 _SETTLE_S = 5.0  # Ray frees resources a moment after a shutdown
 _PLACE_S = 30.0

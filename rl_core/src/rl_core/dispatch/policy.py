@@ -30,7 +30,7 @@ from rl_core.interfaces.policy import (
 )
 from rl_core.interfaces.trainable import ValueInterface, ValueOutputSpec, WeightSample
 from rl_core.interfaces.worker import PolicyFacts, StepResult
-from rl_core.weights.handles import merge_handles
+from rl_core.weights.cuda_ipc import merge_handles
 
 SCORING_KEYS = ("input_ids", "input_lengths")
 PROMPT = "prompt_id"

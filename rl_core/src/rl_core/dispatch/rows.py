@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rl_core.data.attention_mask import with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import refuse_text
+from rl_core.data.generation_io import refuse_text, with_input_lengths
 from rl_core.errors import BrokenPromiseError, DataError
 from rl_core.interfaces.worker import GlobalCounts
 

@@ -1,8 +1,8 @@
-"""Reads torch.distributed.checkpoint folders as data, without running code that they contain.
+"""Reads the files of a training state as data, without running code that they contain, and explains damaged files.
 
-Two things in such a folder are pickles, which can run code when torch loads them: `.metadata`, and every entry that it declares
-as bytes instead of a tensor. Here the former may refer only to the classes that metadata consists of, and the latter are loaded
-with `weights_only`. Tensors are always read by torch with `weights_only`.
+Two things in a folder of torch.distributed.checkpoint are pickles, which can run code when torch loads them: `.metadata`, and
+every entry that it declares as bytes instead of a tensor. Here the former may refer only to the classes that metadata consists
+of, and the latter are loaded with `weights_only`. Tensors are always read by torch with `weights_only`.
 """
 
 from __future__ import annotations

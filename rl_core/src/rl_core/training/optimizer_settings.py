@@ -1,4 +1,4 @@
-"""Saves and restores the settings of an optimizer and its learning-rate schedule; a resume may change them."""
+"""The settings of an optimizer and its learning-rate schedule: builds the schedule, saves and restores both for a resume."""
 
 from __future__ import annotations
 

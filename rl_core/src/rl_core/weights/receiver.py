@@ -16,8 +16,8 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.private_names import PrivateNames
 from rl_core.weights.collective import WeightCollective
+from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import combine, natural_kind, tensor_digests
-from rl_core.weights.handles import open_handles
 from rl_core.weights.manifest import dtype_name, manifest_of, refuse_differences
 from rl_core.weights.shared_memory import MappedSegments
 

@@ -133,7 +133,7 @@ class WeightSource(PrivateNames, ABC):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], *, by_reference: bool = False, file: str | None = None
     ) -> dict[str, Any]:
-        """Make one bucket available to other processes of the node; see `rl_core.weights.handles`.
+        """Make one bucket available to other processes of the node; see `rl_core.weights.cuda_ipc`.
 
         Valid until the call after the next one, or `finish_refit`.
 

@@ -9,8 +9,7 @@ import torch
 
 from rl_core.errors import NotSupportedError, WeightSyncError
 from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
-from rl_core.weights.cuda_ipc import device_uuid
-from rl_core.weights.handles import open_handles
+from rl_core.weights.cuda_ipc import device_uuid, open_handles
 
 _INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embedding")
 _OUTPUTS = ("lm_head", "embed_out", "output_layer", "output")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from rl_core.cluster.ports import free_port
 from rl_core.errors import MissingCapabilityError
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import capability_problem
+from rl_core.rendezvous.interfaces import free_port
 
 
 def choose_transport(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_core.config.policy_sections import GenerationConfig
-from rl_core.data.attention_mask import with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import with_input_lengths
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec

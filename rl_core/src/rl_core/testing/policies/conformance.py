@@ -22,9 +22,9 @@ from rl_core.testing.reference.model import log_distributions, make_weights, sav
 from rl_core.testing.reference.sender import transfer
 from rl_core.testing.reference.trainer import ReferenceTrainer
 from rl_core.testing.sections import section_of
+from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import Kind as DigestKind
 from rl_core.weights.fingerprint import combine, tensor_digests
-from rl_core.weights.handles import open_handles
 from rl_core.weights.manifest import manifest_of
 
 TEMPERATURE = 0.7
