@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The files mentioned on the page."""
-    [question, messages, completion, tools, *pairs] = SHOWN
+    [question, verl, messages, completion, begun, tools, *pairs] = SHOWN
     questions = [{**question, "question": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     Dataset.from_list(questions).to_parquet(tmp_path / "train.parquet")
     Dataset.from_list(pairs[1:2]).to_parquet(tmp_path / "ranked.parquet")
@@ -36,6 +36,8 @@ def folder(tmp_path, monkeypatch):
     DatasetDict(train=Dataset.from_list(questions), test=Dataset.from_list(questions)).save_to_disk(tmp_path / "chats")
     lines = {
         "train": questions,
+        "verl": [verl],
+        "begun": [begun],
         "chats": [messages],
         "completions": [completion],
         "tools": [tools],
@@ -62,8 +64,10 @@ def test_the_prompt_config_of_the_page_is_valid(tmp_path):
 def test_the_page_shows_rows_of_every_form():
     assert [sorted(row) for row in SHOWN] == [
         ["expected_answer", "question"],
+        ["data_source", "extra_info", "prompt", "reward_model"],
         ["messages"],
         ["completion", "prompt"],
+        ["answer", "prompt"],
         ["messages", "tools"],
         ["chosen", "prompt", "rejected"],
         ["completions", "prompt"],

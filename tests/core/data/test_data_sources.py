@@ -167,7 +167,7 @@ def test_values_of_csv_files_in_a_folder_stay_text(tmp_path):
     assert dataset.skipped == 1, "an empty value is missing"
 
 
-def test_a_date_column_of_a_table_is_no_expected_answer(tmp_path):
+def test_a_date_column_of_a_table_is_refused_as_expected_answer(tmp_path):
     Dataset.from_list([{"question": "?", "expected_answer": date(2024, 1, 2)}]).to_parquet(tmp_path / "days.parquet")
     with pytest.raises(DataError, match=r"row 0: .* is datetime\.date\(2024, 1, 2\): an expected answer is a text or a number"):
         RecordDataset(ParquetDatasetConfig(path=tmp_path / "days.parquet"))

@@ -38,7 +38,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def library_cache(tmp_path_factory, monkeypatch):
-    """The cache of the library is removed with the tests, and is no folder of data."""
+    """The cache of the library is removed with the tests, and is outside the folders of data."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 

@@ -46,22 +46,17 @@ def conversation_tokens(
 
 
 def plain_pieces(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    continues: bool = False,
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_bos: bool = True, add_eos: bool = True
 ) -> list[list[int]]:
     """The token ids of each message without a chat template: its content, without text between messages.
 
     The tokenizer's BOS token, if any, opens the first message with `add_bos`; its EOS token closes every assistant message with
-    `add_eos`, except a last one that `continues`.
+    `add_eos`.
     """
     pieces = [encode(message["content"], tokenizer) for message in messages]
     if pieces and add_bos and tokenizer.bos_token_id is not None:
         pieces[0].insert(0, tokenizer.bos_token_id)
     for message, piece in zip(messages, pieces, strict=True):
         if message["role"] == "assistant" and add_eos and tokenizer.eos_token_id is not None:
-            piece += [] if continues and message is messages[-1] else [tokenizer.eos_token_id]
+            piece.append(tokenizer.eos_token_id)
     return pieces

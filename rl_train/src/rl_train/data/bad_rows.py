@@ -1,4 +1,4 @@
-"""Bad rows of a dataset: where they are, why they cannot be used, and a table of them."""
+"""Bad rows of a dataset: their locations, and the reasons why they cannot be used."""
 
 from __future__ import annotations
 

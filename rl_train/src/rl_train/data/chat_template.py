@@ -139,6 +139,11 @@ def is_begun(messages: Sequence[Message]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and bool(messages[-1].get("prefix"))
 
 
+def unclosed(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages for a model without a template, which closes answers but not a begun one."""
+    return [*messages[:-1], {**messages[-1], "role": "environment"}] if is_begun(messages) else messages
+
+
 def conversation_tokens(
     messages: Sequence[Message],
     tokenizer: Any,
@@ -160,8 +165,7 @@ def conversation_tokens(
     """
     if not getattr(tokenizer, "chat_template", None):
         refuse_tools(messages, tools)
-        continues = add_generation_prompt and is_begun(messages)
-        return list(chain.from_iterable(plain_pieces(messages, tokenizer, continues=continues)))
+        return list(chain.from_iterable(plain_pieces(unclosed(messages) if add_generation_prompt else messages, tokenizer)))
     read = with_normalized_calls(messages)
     form = form_for(read, tokenizer, tools=tools)
     text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools)

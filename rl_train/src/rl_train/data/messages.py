@@ -18,7 +18,7 @@ from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.answer_spans import LocatedText, Render, locate_trained
-from rl_train.data.chat_template import check_names, form_for, is_begun, refuse_tools, render, with_normalized_calls
+from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, unclosed, with_normalized_calls
 from rl_train.data.split_encoding import encode_pieces
 
 Message = dict[str, Any]
@@ -105,8 +105,8 @@ def get_formatted_message_log(
     if getattr(tokenizer, "chat_template", None):
         return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
     refuse_tools(message_log, tools)
-    continues = add_generation_prompt and is_begun(message_log)
-    pieces = plain_pieces(message_log, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token, continues=continues)
+    read = unclosed(message_log) if add_generation_prompt else message_log
+    pieces = plain_pieces(read, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
     return [
         {**message, "token_ids": torch.tensor(piece, dtype=torch.int64)}
         for message, piece in zip(message_log, pieces, strict=True)

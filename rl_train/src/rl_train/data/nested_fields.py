@@ -15,6 +15,6 @@ def field_value(row: Mapping[str, Any], name: str) -> Any:
 
 
 def with_nested_fields(row: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The row with the nested fields of these names as fields of their own; those that it lacks are left out."""
+    """The row with the nested fields of these names in addition, except those that it lacks."""
     found = {name: value for name in names if (value := field_value(row, name)) is not None}
     return {**row, **found} if found else row
