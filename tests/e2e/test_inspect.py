@@ -35,7 +35,26 @@ def length(limit):
                 raise RuntimeError("another row")
             return Score(value=len(state.output.completion) <= limit)
         return score
-    return Task(solver=[use_tools(calculator()), generate()], scorer=short())
+    @scorer(metrics={"chars": [mean()], "is_empty": [mean()]})
+    def parts():
+        async def score(state, target):
+            text = state.output.completion
+            return Score(value={"chars": len(text), "is_empty": "no" if text else "C"})
+        return score
+    @scorer(metrics=[mean()])
+    def undecided():
+        async def score(state, target):
+            return Score.unscored(reason="no judge")
+        return score
+    return Task(solver=[use_tools(calculator()), generate()], scorer=[short(), parts(), undecided()])
+
+def word():
+    @scorer(metrics=[])
+    def judged():
+        async def score(state, target):
+            return Score(value="correct")
+        return score
+    return Task(solver=generate(), scorer=judged())
 """
 
 
@@ -64,7 +83,13 @@ def test_an_inspect_task_with_a_tool_runs_and_scores_the_rollouts(train_here, tm
     [run] = (tmp_path / "runs").glob("*")
     rows = read_jsonl(run / "rollouts" / "step_000002.jsonl")
     assert [row["failure"] for row in rows] == [None] * 16
-    assert all(row["reward"] == float(len(row["messages"][-1]["content"]) <= 11) for row in rows), rows
+    for row in rows:
+        chars = len(row["messages"][-1]["content"])
+        assert row["reward_parts"] == {"short": float(chars <= 11), "parts_chars": chars, "parts_is_empty": float(chars == 0)}
     results = [(row, row["messages"][-2]["content"]) for row in rows if row["messages"][-2]["role"] == "tool"]
     assert len(results) > 1
     assert all(row["turns"] == 2 and row["expected_answer"] == result for row, result in results), results
+    changes["env"] = {"arithmetic": {"name": "inspect", "python": str(python), "task": "inspect_length:word", "num_workers": 2}}
+    code, output = train_here(changes)
+    assert code == 1, output
+    assert "InspectTaskError: the score judged is 'correct': expected a number or one of C, P, I, N, yes" in output

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -16,7 +17,7 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.errors import ConfigError, DataError, RLCoreError
+from rl_core.errors import ConfigError, RLCoreError, UserError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_serve.agent_endpoint import AgentEndpoint
 from rl_train.agents.driver import AgentDriver
@@ -358,8 +359,16 @@ def test_return_values_that_are_not_rewards_stop_the_run(played):
         asks_once(*(arguments[name] for name in ("base_url", "api_key", "model", "messages")))
         return "good"
 
-    with pytest.raises(DataError, match=r"env\.t\.agent returned 'good': expected a number"):
+    with pytest.raises(UserError, match=r"env\.t\.agent returned 'good' \(str\) as a reward"):
         played(agent)
+
+
+def test_an_agent_may_return_numbers_of_other_libraries(played):
+    def agent(base_url, api_key, model, messages):
+        asks_once(base_url, api_key, model, messages)
+        return {"a": np.float32(0.5), "b": torch.tensor(True), "c": None}
+
+    assert [row.turn_rewards[-1] for row in played(agent)] == [{"a": 0.5, "b": 1.0}]
 
 
 def test_a_failing_agent_leaves_only_its_own_row_unscored(played):

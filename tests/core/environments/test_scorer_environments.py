@@ -10,7 +10,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.scorer import Score, ScorerEnvironment
 from rl_core.environments.step_results import StepResult, environment_return, step_results
-from rl_core.errors import ConfigError, DataError, RLCoreError
+from rl_core.errors import ConfigError, DataError, RLCoreError, UserError
 from rl_core.interfaces import EnvironmentInterface
 from rl_core.testing.outputs.environment import metrics_checked
 from rl_core.testing.outputs.environment import step_checked as results_of
@@ -93,6 +93,10 @@ def test_a_batch_may_be_scored_together_and_rows_may_fail():
 def test_a_wrong_number_of_scores_and_a_class_without_a_scorer_are_errors():
     with pytest.raises(RLCoreError, match=r"Together.score_batch returned 3 scores for 1 answers"):
         Together().step(asked("a"), [None])
+    for returned in (0.5, None):
+        wrong = type("Wrong", (ScorerEnvironment,), {"score": lambda self, text, info, value=returned: value})
+        with pytest.raises(UserError, match=rf"^Wrong returned {returned} for an answer. Return Score\(reward\)"):
+            wrong().step(asked("a"), [None])
     with pytest.raises(NotImplementedError, match="ScorerEnvironment implements neither `score` nor `score_batch`"):
         ScorerEnvironment().step(asked("a"), [None])
 

@@ -3,17 +3,18 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 import torch
 from environment_steps import step_checked
 
 from rl_core.environments.step_results import named_rewards
-from rl_core.errors import ConfigError, DataError, RLCoreError
+from rl_core.errors import ConfigError, DataError, RLCoreError, UserError
 from rl_core.interfaces import EnvironmentReturn
 from rl_core.testing.outputs.environment import checked_metrics, checked_return
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
-from rl_train.rewards.functions import RewardFunctionError, reward_function
+from rl_train.rewards.functions import RewardFunctionError, read_rewards, reward_function
 
 PROMPT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
 
@@ -144,8 +145,13 @@ def test_an_object_with_an_async_call_is_a_function():
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda completion: "0.5", "returned '0.5' (str) as a reward. Return a number"),
-        (lambda completion: float("nan"), "returned nan as a reward"),
+        (lambda completion: "0.5", "called with the completion 'a', returned '0.5' (str) as a reward. Return a finite number"),
+        (lambda completion: float("nan"), "returned nan (float) as a reward"),
+        (lambda completion: np.float32("inf"), "inf) (float32) as a reward"),
+        (lambda completion: np.str_("0.5"), "'0.5') (str_) as a reward"),
+        (lambda completion: torch.tensor([1.0]), "returned tensor([1.]) (Tensor) as a reward"),
+        (lambda completion: {"a": 1.0, "b": float("nan")}, "returned nan (float) as a reward"),
+        (lambda completions: [1.0, float("nan")], "called with the completion 'b', returned nan (float) as a reward"),
         (lambda completion: {1: 0.5}, "returned a reward named 1"),
         (lambda completion: [0.5], "(list) as a reward"),
         (lambda completions: [1.0], "called with 2 completions and returned list of 1 values"),
@@ -154,7 +160,7 @@ def test_an_object_with_an_async_call_is_a_function():
     ],
 )
 def test_wrong_results_are_errors_that_say_what_was_returned(function, says):
-    with pytest.raises((RLCoreError, RewardFunctionError)) as caught:
+    with pytest.raises((UserError, RewardFunctionError)) as caught:
         score(function, ["a", "b"])
     assert says in str(caught.value)
     assert "reward function <lambda>" in str(caught.value)
@@ -228,7 +234,7 @@ def test_a_reward_cannot_have_the_name_of_a_metric_of_every_reward(name):
     with pytest.raises(ConfigError, match=f"the name '{name}' is reserved: `reward/{name}` is a metric of every reward"):
         named_functions({name: f})
     with pytest.raises(RLCoreError, match=f"returned a reward with a reserved name: the name '{name}' is reserved"):
-        named_functions(f)[0].rewards_of({name: 1.0})
+        read_rewards({name: 1.0}, name="f", label="f")
 
 
 def test_an_environment_cannot_return_a_reward_or_a_metric_with_a_reserved_name():

@@ -12,7 +12,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult, environment_return, named_rewards
 from rl_core.environments.thinking import final_text
-from rl_core.errors import DataError, RLCoreError, format_value
+from rl_core.errors import DataError, UserError, format_value
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 
 FACTS_KEY = "score_facts"
@@ -85,7 +85,9 @@ class ScorerEnvironment(EnvironmentInterface):
         """Score B conversations by their last message; every row ends."""
         scores = self.score_batch(message_log_batch, metadata)
         if len(scores) != len(metadata):
-            raise RLCoreError(f"{type(self).__name__}.score_batch returned {len(scores)} scores for {len(metadata)} answers.")
+            raise UserError(f"{type(self).__name__}.score_batch returned {len(scores)} scores for {len(metadata)} answers.")
+        if (wrong := next((one for one in scores if not isinstance(one, Score)), self)) is not self:
+            raise UserError(f"{type(self).__name__} returned {format_value(wrong)} for an answer. Return Score(reward).")
         return environment_return([_result(score, info) for score, info in zip(scores, metadata, strict=True)])
 
     def global_post_process_and_metrics(

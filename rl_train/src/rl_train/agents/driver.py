@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError
 from rl_core.event_loop import finished, in_thread
 from rl_core.interfaces.messages import messages_of
-from rl_core.testing.outputs.reserved_names import reserved_reward
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
+from rl_train.rewards.functions import read_rewards
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
@@ -76,7 +75,7 @@ class AgentDriver(RolloutDriver):
         Raises:
             StepFailedError: the agent raised, exceeded its timeout or sampled nothing, or its environment failed.
             ConfigError: the agent returned a reward, but its environment gives one.
-            DataError: the agent returned something that is not a reward.
+            UserError: the agent returned something that is not a reward.
         """
         assert session is not None
         rollout = prompt
@@ -123,7 +122,7 @@ class AgentDriver(RolloutDriver):
         for _ in range(rollout.turns - 1):
             rollout.add_rewards({})
         if self._returns_reward:
-            rewards = rewards_of(value, self._task_name)
+            rewards = read_rewards(value, name="reward", label=f"env.{self._task_name}.agent")
             rollout.scored = rewards is not None
             rollout.add_rewards(rewards or {})
             return
@@ -157,23 +156,3 @@ def accepted_arguments(signature: inspect.Signature, task_name: str) -> tuple[st
             f"{', '.join(ARGUMENTS)}."
         )
     return tuple(name for name in ARGUMENTS if name in by_name)
-
-
-def rewards_of(value: Any, task_name: str) -> dict[str, float] | None:
-    """The named rewards of an agent's return value; None if the rollout must not be scored.
-
-    Raises:
-        DataError: it is not a reward.
-    """
-    if value is None:
-        return None
-    named = value if isinstance(value, Mapping) else {"reward": value}
-    for name, reward in named.items():
-        if not isinstance(name, str) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise DataError(
-                f"env.{task_name}.agent returned {value!r:.80}: expected a number, a mapping from names to numbers, or None "
-                "for a rollout that must not be scored."
-            )
-    if (problem := reserved_reward(named)) is not None:
-        raise DataError(f"env.{task_name}.agent returned a reward with a reserved name: {problem}.")
-    return {name: float(reward) for name, reward in named.items()} or None

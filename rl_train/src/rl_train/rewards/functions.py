@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.errors import ConfigError, RLCoreError
+from rl_core.errors import ConfigError, UserError
+from rl_core.event_loop import finished
 from rl_core.testing.outputs.reserved_names import reserved_reward
 from rl_train.user_code import describe_raised
 
@@ -25,7 +26,7 @@ ROW_ARGUMENTS = ("prompt", "completion", "messages", "completion_ids")
 """Arguments of a function of one row besides the row's own fields: two texts, the whole conversation, sampled tokens."""
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of a function of a batch besides the fields of the rows: lists of texts, or of lists of messages, and of tokens."""
-_EXPECTED = "Return a number, a dict of named numbers, or None if the function does not apply to the row."
+_EXPECTED = "Return a finite number, a dict of such numbers by name, or None for a row that must not be scored."
 
 
 class RewardFunctionError(Exception):
@@ -103,15 +104,15 @@ class RewardFunction:
         Raises:
             ConfigError: a row lacks a field that the function requires.
             RewardFunctionError: the function raised.
-            RLCoreError: it returned something else.
+            UserError: it returned something else.
         """
         returned = []
         for arguments in self._calls(rows, as_messages=as_messages):
             try:
-                returned.append(self.call(**arguments))
+                returned.append(finished(self.call(**arguments)))
             except (Exception, SystemExit) as error:
                 raise self._failure(error) from error
-        return self._results(returned, len(rows))
+        return self._results(returned, rows)
 
     async def score_async(self, rows: Sequence[Row], *, as_messages: bool) -> list[Rewards | None]:
         """As `score`, for an async function; the calls run concurrently."""
@@ -119,7 +120,7 @@ class RewardFunction:
             found = await asyncio.gather(*(self.call(**arguments) for arguments in self._calls(rows, as_messages=as_messages)))
         except Exception as error:
             raise self._failure(error) from error
-        return self._results(found, len(rows))
+        return self._results(found, rows)
 
     def _calls(self, rows: Sequence[Row], *, as_messages: bool) -> list[dict[str, Any]]:
         """The arguments of each call: one for all rows, or one per row."""
@@ -137,42 +138,44 @@ class RewardFunction:
     def _failure(self, error: BaseException) -> RewardFunctionError:
         return RewardFunctionError(f"{self.label} raised {describe_raised(error, self.call)}")
 
-    def _results(self, found: Sequence[Any], rows: int) -> list[Rewards | None]:
-        return self._rows_of(found[0], rows) if self.is_batched else [self.rewards_of(value) for value in found]
-
-    def _rows_of(self, found: Any, rows: int) -> list[Rewards | None]:
+    def _results(self, returned: Sequence[Any], rows: Sequence[Row]) -> list[Rewards | None]:
+        found = returned[0] if self.is_batched else returned
         values = found.tolist() if hasattr(found, "tolist") else found
-        if not isinstance(values, list | tuple) or len(values) != rows:
+        if not isinstance(values, list | tuple) or len(values) != len(rows):
             size = f" of {len(values)} values" if isinstance(values, list | tuple) else ""
-            raise RLCoreError(
-                f"{self.label} was called with {rows} completions and returned {type(found).__name__}{size}. Return a list "
-                "with one number, dict or None per completion."
+            raise UserError(
+                f"{self.label} was called with {len(rows)} completions and returned {type(found).__name__}{size}. Return a "
+                "list with one number, dict or None per completion."
             )
-        return [self.rewards_of(value) for value in values]
+        labels = (f"{self.label}, called with the completion {_shown(row.completion)}," for row in rows)
+        return [read_rewards(value, name=self.name, label=label) for value, label in zip(values, labels, strict=True)]
 
-    def rewards_of(self, value: Any) -> Rewards | None:
-        """The value that a function returned for a row, as named rewards; None if the function does not apply.
 
-        Raises:
-            RLCoreError: it is not a finite number, a dict of such numbers, or None.
-        """
-        if not isinstance(value, Mapping):
-            value = {self.name: value}
-        made = {name: self._number(number) for name, number in value.items() if number is not None}
-        if wrong := [name for name in made if not isinstance(name, str)]:
-            raise RLCoreError(f"{self.label} returned a reward named {wrong[0]!r}. Names of rewards must be strings.")
-        if (problem := reserved_reward(made)) is not None:
-            raise RLCoreError(f"{self.label} returned a reward with a reserved name: {problem}.")
-        return made or None
+def read_rewards(value: Any, *, name: str, label: str) -> Rewards | None:
+    """What a function or an agent returned for a row, as named rewards; None if the row has no reward.
 
-    def _number(self, value: Any) -> float:
-        is_number = isinstance(value, numbers.Real) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0)
-        if not is_number:
-            raise RLCoreError(f"{self.label} returned {_shown(value)} ({type(value).__name__}) as a reward. {_EXPECTED}")
-        number = float(value)
-        if not math.isfinite(number):
-            raise RLCoreError(f"{self.label} returned {number} as a reward. {_EXPECTED}")
-        return number
+    Args:
+        value: what was returned.
+        name: name of a reward that is only a number.
+        label: how errors name the function.
+
+    Raises:
+        UserError: it is not a finite number, a dict of such numbers, or None.
+    """
+    given = value if isinstance(value, Mapping) else {name: value}
+    made = {name: _number(number, label) for name, number in given.items() if number is not None}
+    if wrong := [name for name in made if not isinstance(name, str)]:
+        raise UserError(f"{label} returned a reward named {wrong[0]!r}. Names of rewards must be strings.")
+    if (problem := reserved_reward(made)) is not None:
+        raise UserError(f"{label} returned a reward with a reserved name: {problem}.")
+    return made or None
+
+
+def _number(value: Any, label: str) -> float:
+    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value  # NumPy and PyTorch
+    if not isinstance(number, numbers.Real) or not math.isfinite(number):
+        raise UserError(f"{label} returned {_shown(value)} ({type(value).__name__}) as a reward. {_EXPECTED}")
+    return float(number)
 
 
 def reward_function(call: Any, *, name: str, label: str) -> RewardFunction:
@@ -220,13 +223,13 @@ def combine(found: Sequence[Rewards | None], functions: Sequence[RewardFunction]
     """The rewards that several functions gave one row; None if no function applies to it.
 
     Raises:
-        RLCoreError: two functions returned a reward of the same name.
+        UserError: two functions returned a reward of the same name.
     """
     made: Rewards = {}
     for rewards, function in zip(found, functions, strict=True):
         for name, value in (rewards or {}).items():
             if name in made:
-                raise RLCoreError(f"{function.label} returned a reward {name!r}, but another function did so too. Rename one.")
+                raise UserError(f"{function.label} returned a reward {name!r}, but another function did so too. Rename one.")
             made[name] = value
     return made or None
 
