@@ -94,7 +94,26 @@ def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
     result = rlcore("plan", GRPO, *engine, "--gpu", "80GiB")
     assert result.returncode == 0, result.stderr
     assert "all of the engine: its backend openai does not describe its memory" in result.stdout
+    assert "What is counted fits. Whether the run fits is unknown" in result.stdout
     assert "time per step: not predicted for GPUs that are given by their size" in result.stdout
+
+
+@pytest.mark.parametrize("hardware", [(IN_PROCESS, "--memory", "24GiB"), ("--memory", "24GiB"), ("--gpu", "h100")])
+def test_a_run_whose_backends_describe_nothing_is_planned_without_them(tmp_path, monkeypatch, hardware):
+    (tmp_path / "plain_backends.py").write_text(
+        "from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy\n"
+        "class Policy(HuggingFacePolicy):\n    memory_planner = time_planner = None\n"
+        "class Engine(HuggingFaceGeneration):\n    memory_planner = time_planner = None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    backends = ("policy.backend=plain_backends.Policy", "policy.generation.backend=plain_backends.Engine")
+    code, found = plan(*backends, *hardware)
+    assert (code, found["fits"], found["step"]["seconds"]) == (0, None, None)
+    assert found["not_counted"][:2] == [
+        "all of `policy`: its backend plain_backends.Policy does not describe its memory",
+        "all of the engine: its backend plain_backends.Engine does not describe its memory",
+    ]
+    assert all("plain_backends." in reason for reason in found["step"]["not_predicted"].values()), found["step"]
 
 
 def test_the_time_on_a_named_gpu_is_computed_and_marked():

@@ -92,16 +92,16 @@ def plan(
     print("tracing a forward and a backward pass without weights; this takes seconds to a minute", file=sys.stderr)
     run = load([])
     first = plan_of(run)
-    if not first.fits:
+    if first.fits is False:
         print("the run does not fit; looking for overrides", file=sys.stderr)
-    suggestion = None if first.fits else suggest(run, registry, first, lambda more: plan_of(load(more)))
+    suggestion = suggest(run, registry, first, lambda more: plan_of(load(more))) if first.fits is False else None
     timed = known is not None or gpu is None
     step = plan_time(run, registry, gpu=known, prompt=prompt_tokens, completion=completion_tokens) if timed else None
     if as_json:
         print(json.dumps(_values(first, suggestion, step), indent=2))
     else:
         print("\n".join(_described(first, suggestion, step)))
-    if not first.fits:
+    if first.fits is False:
         raise typer.Exit(1)
 
 
@@ -116,7 +116,7 @@ def _values(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePlan |
             {"name": each.name, "count": each.count, "peak": each.peak, "peak_phase": each.peak_phase, "phases": each.phases}
             for each in planned.processes
         ],
-        "not_counted": planned.not_counted,
+        "not_counted": [*planned.undescribed, *planned.not_counted],
         "step": None
         if step is None
         else {
@@ -144,10 +144,12 @@ def _described(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePla
     lines.append(f"peak {where}: {format_size(planned.peak)} in phase {planned.peak_phase}; available: {format_size(limit)}")
     if planned.fits:
         lines.append("The run fits.")
+    elif planned.fits is None:
+        lines.append("What is counted fits. Whether the run fits is unknown, because a part of it is not described.")
     if suggestion is not None:
         lines += ["", *_described_suggestion(planned, suggestion)]
     lines += ["", *_described_time(step)]
-    return [*lines, "", "not counted or assumed:", *(f"  - {text}" for text in planned.not_counted)]
+    return [*lines, "", "not counted or assumed:", *(f"  - {text}" for text in (*planned.undescribed, *planned.not_counted))]
 
 
 def _described_process(process: ProcessPlan) -> list[str]:

@@ -54,12 +54,14 @@ class MemoryPlan:
         processes: On GPUs, one entry describes each GPU.
         on_gpu: Whether `limit` is the memory of one GPU; otherwise, of the machine.
         limit: Bytes that are available; None if unknown.
-        not_counted: What the plan leaves out or assumes, one sentence fragment each.
+        undescribed: Models, and the engine, whose backends do not describe their memory, one sentence fragment each.
+        not_counted: What else the plan leaves out or assumes, in the same form.
     """
 
     processes: tuple[ProcessPlan, ...]
     on_gpu: bool
     limit: int | None
+    undescribed: tuple[str, ...]
     not_counted: tuple[str, ...]
 
     def bytes_in(self, phase: str) -> int:
@@ -78,8 +80,10 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the limit; None if there is no limit."""
-        return None if self.limit is None else self.peak <= self.limit
+        """Whether the peak is within the limit; None if there is no limit, or if only a part of the run is described."""
+        if self.limit is None or (self.undescribed and self.peak <= self.limit):
+            return None
+        return self.peak <= self.limit
 
     @property
     def largest_process(self) -> ProcessPlan:

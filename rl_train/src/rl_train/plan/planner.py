@@ -148,14 +148,17 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
         UserError: The model of a section does not exist or cannot be built.
     """
     run = resolved(run, on_gpu=on_gpu)
+    undescribed: list[str] = []
     not_counted: list[str] = []
-    components = [*_models(run, registry, not_counted, on_gpu=on_gpu)]
+    components = [*_models(run, registry, undescribed, not_counted, on_gpu=on_gpu)]
     policy = memory_planner(registry, "policy", run.policy)
     shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
-    components += _engine(run, registry, not_counted, gpu=limit if on_gpu else None, on_gpu=on_gpu, shares_weights=shares)
+    gpu = limit if on_gpu else None
+    components += _engine(run, registry, undescribed, not_counted, gpu=gpu, on_gpu=on_gpu, shares_weights=shares)
     processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
     not_counted += _assumptions(run, on_gpu=on_gpu)
-    return MemoryPlan(processes=tuple(processes), on_gpu=on_gpu, limit=limit, not_counted=tuple(not_counted))
+    left_out = {"undescribed": tuple(undescribed), "not_counted": tuple(not_counted)}
+    return MemoryPlan(processes=tuple(processes), on_gpu=on_gpu, limit=limit, **left_out)
 
 
 def memory_planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
@@ -180,13 +183,15 @@ def resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
     return run.model_copy(update=models)
 
 
-def _models(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool) -> Iterator[_Component]:
+def _models(
+    run: RunConfig, registry: Registry, undescribed: list[str], not_counted: list[str], *, on_gpu: bool
+) -> Iterator[_Component]:
     loss = loss_of(run, registry)
     nodes = max(1, run.cluster.num_nodes)
     for name, model in models_of(run).items():
         planner = memory_planner(registry, "policy", model)
         if planner is None:
-            not_counted.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
+            undescribed.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
             continue
         train = None if model.frozen else microbatch(run, model, training=True)
         score = microbatch(run, model, training=False) if model.frozen or run.algorithm.runtime_needs.samples else None
@@ -226,14 +231,21 @@ def replicas_of(run: RunConfig, section: GenerationConfig, *, processes: int) ->
 
 
 def _engine(
-    run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool, gpu: int | None, shares_weights: bool
+    run: RunConfig,
+    registry: Registry,
+    undescribed: list[str],
+    not_counted: list[str],
+    *,
+    on_gpu: bool,
+    gpu: int | None,
+    shares_weights: bool,
 ) -> Iterator[_Component]:
     section = run.policy.generation
     if section is None or not run.algorithm.runtime_needs.samples:
         return
     planner = memory_planner(registry, "generation", section)
     if planner is None:
-        not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
+        undescribed.append(f"all of the engine: its backend {section.backend} does not describe its memory")
         return
     replicas = replicas_of(run, section, processes=planner.processes if on_gpu else 1)
     rows, prompt = -(-rows_of_step(run) // replicas), longest_prompt(run)
@@ -252,7 +264,7 @@ def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
     if run.cluster.backend == "in_process":
         libraries = {"libraries": max([_LONE_LIBRARIES, *(each.libraries for each in components)])}
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
-        phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()}
+        phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()} or {"all": held}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
         return
     yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
@@ -287,8 +299,9 @@ def _on_gpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
             awake = max(sampling.values(), key=lambda parts: sum(parts.values()))
             phases = {phase: _sum(parts, awake) for phase, parts in phases.items()}
             phases |= {phase: _sum(policy, {**awake, **parts}) for phase, parts in sampling.items()}
-    if phases:
-        yield ProcessPlan(name="GPU", count=max(each.count for each in components), phases=phases)
+    if phases or not components:
+        count = max([1, *(each.count for each in components)])
+        yield ProcessPlan(name="GPU", count=count, phases=phases or {"all": {}})
 
 
 def _sum(*parts: Parts) -> dict[str, int]:

@@ -234,7 +234,8 @@ def _passes(
         prompt = min(longest_prompt(run), length - 1)
         scored = rows * (length - prompt)
         shared = scored + prompt * -(-rows // rollouts.samples_per_prompt)
-        if memory_planner(registry, "policy", model).shares_prefixes(on_gpu=on_gpu) and shared <= MAX_SHARE * tokens:
+        memory = memory_planner(registry, "policy", model)
+        if memory is not None and memory.shares_prefixes(on_gpu=on_gpu) and shared <= MAX_SHARE * tokens:
             tokens = shared
     together = {"ranks": ranks_of(run), "microbatches": count / (1 if steps is None else steps.per_pass)}
     seconds = planner.seconds(tokens=tokens, scored=scored, length=length, training=steps is not None, **together)

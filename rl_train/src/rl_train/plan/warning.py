@@ -37,7 +37,7 @@ def warn_if_too_large(run: RunConfig, registry: Registry) -> None:
     except RLCoreError as error:  # the run itself reports it, with its location
         _log.info("the memory of the run was not planned: %s", error)
         return
-    if not plan.fits:
+    if plan.fits is False:
         process = plan.largest_process
         _log.warning(
             "This run needs about %s, but %s are available. The peak is in phase %s, mostly %s of %s. "
