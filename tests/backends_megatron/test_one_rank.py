@@ -47,13 +47,15 @@ def test_greedy_completions_are_those_of_transformers(policy, models):
 def test_end_tokens_of_the_generation_config_end_completions_and_are_saved(policy, models, tmp_path):
     first = cases.plain_completions(cases.plain_model(models / "qwen3"), cases.make_prompts())[0][3]
     shutil.copytree(models / "qwen3", tmp_path / "model")
-    written = {"eos_token_id": [2, first]}
+    written = {"eos_token_id": [2, first], "do_sample": False, "temperature": 0.7}  # Transformers refuses to write this
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
     made = policy(tmp_path / "model")
     answer = made.generate(cases.make_prompts(), greedy=True)
     assert (answer["generation_lengths"][0], answer["truncated"][0]) == (1, False)
     made.save_checkpoint(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text()) == written
+    made.try_save(tmp_path / "tried")
+    assert sorted(path.name for path in (tmp_path / "tried").iterdir()) == ["config.json", "generation_config.json"]
 
 
 def test_a_damaged_generation_config_is_an_error_instead_of_missing_end_tokens(tmp_path):

@@ -100,8 +100,12 @@ def _corrected(tokenizer: Any, name: str) -> Any:
     settings = ([getattr(each.model, name, None) or None for name in _BPE] for each in both)
     if not (operator.eq(*pipelines) and operator.eq(*settings)):
         location, options = pretrained_location(name)
-        tokenizer = Fast.from_pretrained(location, **options, **tokenizer.special_tokens_map)
-        tokenizer.is_corrected = True
+        corrected = Fast.from_pretrained(location, **options)
+        corrected.is_corrected, words = True, corrected.get_vocab()
+        for each, token in tokenizer.special_tokens_map.items():  # some only have the class's default
+            if str(token) in words and getattr(corrected, each) is None:
+                setattr(corrected, each, token)
+        return corrected
     return tokenizer
 
 
