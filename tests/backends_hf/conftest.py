@@ -31,9 +31,8 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: transformers.Qwen2Config(**_SHAPE, tie_word_embeddings=False),
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True, head_dim=8),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **_SHAPE, head_dim=8, final_logit_softcapping=2.0, sliding_window=8, query_pre_attn_scalar=8
-    ),
+    "gemma2": lambda: _gemma2(attn_logit_softcapping=None),
+    "gemma2-capped": lambda: _gemma2(attn_logit_softcapping=1.0),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=32,
@@ -48,6 +47,11 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granite": lambda: transformers.GraniteConfig(**_SHAPE, logits_scaling=4.0),
     "cohere": lambda: transformers.CohereConfig(**_SHAPE, logit_scale=0.25),
 }
+
+
+def _gemma2(**fields) -> transformers.Gemma2Config:
+    sizes = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+    return transformers.Gemma2Config(**_SHAPE, **sizes, final_logit_softcapping=2.0, **fields)
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,9 @@ def cpu_sdpa(
         [B, N, query heads, D].
 
     Raises:
-        NotSupportedError: with `shared_prefix`, for attention with a window, a soft cap, a bias, sinks or dropout.
+        NotSupportedError: for attention with a soft cap or sinks; with `shared_prefix` also with a window, a bias or dropout.
     """
+    refuse_ignored(module, kwargs)
     if shared_prefix is None:
         if attention_mask is None and _has_short_rows(query, key, value) and is_plain(module, kwargs):
             short: torch.Tensor = _Float32Backward.apply(  # type: ignore[no-untyped-call]
@@ -102,6 +103,19 @@ def use_cpu_sdpa(model: PreTrainedModel) -> bool:
         return False
     model.set_attn_implementation(CPU_SDPA)
     return bool(model.config._attn_implementation == CPU_SDPA)
+
+
+def refuse_ignored(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a soft cap and sinks, which SDPA ignores.
+
+    Raises:
+        NotSupportedError: there is one.
+    """
+    if ignored := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
+        raise NotSupportedError(
+            f"{type(module).__name__} passes `{ignored[0]}`, which SDPA ignores. Set `hf_cfg.attn_implementation: eager`.",
+            key="hf_cfg.attn_implementation",
+        )
 
 
 def is_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:

@@ -6,11 +6,12 @@ import importlib.util
 from typing import Any, Final
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
-from rl_core.errors import UserError
+from rl_core.errors import NotSupportedError, UserError
 
 _SPREADING: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of Transformers that use all visible GPUs."""
@@ -72,3 +73,21 @@ def check_not_offloaded(model: PreTrainedModel, name: str) -> None:
             "`data_parallel: fsdp2`, a smaller model, or no device_map.",
             key="device_map",
         )
+
+
+def check_norms(model: PreTrainedModel, name: str) -> None:
+    """Refuse a Mamba 2 of several groups if its class normalizes over all channels.
+
+    The published models normalize per group (https://arxiv.org/abs/2405.21060), as Transformers does from 5.24 on.
+
+    Raises:
+        NotSupportedError: it would be another model.
+    """
+    groups = getattr(model.config, "n_groups", 1)
+    if model.config.model_type != "mamba2" or groups == 1 or any(hasattr(each, "group_size") for each in model.modules()):
+        return
+    raise NotSupportedError(
+        f"{name} is a Mamba 2 with {groups} groups (`n_groups`), which normalizes each group on its own. Transformers "
+        f"{transformers.__version__} normalizes over all channels, which is another model. Use one with one group.",
+        key="model_name",
+    )

@@ -20,10 +20,10 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from rl_backends_hf.loading_checks import check_not_offloaded, check_options
+from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_head, prepare_head
-from rl_core.backend import Head, check_loaded, report_as_error
+from rl_core.backend import Head, check_loaded, exact_attention, report_as_error
 from rl_core.data.hub import pretrained_location, read_model_config, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
@@ -32,6 +32,10 @@ _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO_CLASSES: Mapping[Head, Any] = {"tokens": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
+MAPPINGS: Mapping[Head, Any] = {
+    "tokens": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "scalar": transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+}
 
 # Progress bars of several workers would garble the run's log.
 transformers.utils.logging.disable_progress_bar()
@@ -167,7 +171,7 @@ def _load_as_stored(
         **where,
         "config": config,
         "dtype": dtype,
-        "attn_implementation": options.attn_implementation or "sdpa",
+        "attn_implementation": _attention(config, options, head),
         "trust_remote_code": options.trust_remote_code,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are an error of `check_loaded`
@@ -190,6 +194,7 @@ def _load_as_stored(
     if "device_map" not in arguments:
         model.to(device)
     check_not_offloaded(model, name)
+    check_norms(model, name)
     return model.eval()
 
 
@@ -213,10 +218,29 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
         model: PreTrainedModel = _with_explained_errors(
             name,
             options,
-            lambda: AUTO_CLASSES[head].from_config(config, trust_remote_code=options.trust_remote_code),
+            lambda: AUTO_CLASSES[head].from_config(
+                config, trust_remote_code=options.trust_remote_code, attn_implementation=_attention(config, options, head)
+            ),
             head=head,
         )
+    check_norms(model, name)
     return model
+
+
+def _attention(config: PretrainedConfig, options: HFModelConfig, head: Head) -> str:
+    """The attention to load a model with.
+
+    Raises:
+        UserError: the one that the options name ignores a part of the config.
+    """
+    exact = exact_attention(config, MAPPINGS[head].get(type(config), None))
+    if options.attn_implementation == "sdpa" and exact_attention(config) == "eager":
+        raise UserError(
+            "`attn_implementation: sdpa` ignores `attn_logit_softcapping` of the model's config, so it would compute another "
+            "model. Remove it: the default is the fastest attention that computes what the config describes.",
+            key="attn_implementation",
+        )
+    return options.attn_implementation or exact
 
 
 def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head: Head = "tokens") -> dict[str, torch.Tensor]:

@@ -21,7 +21,8 @@ class HFModelConfig(Section):
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Attention kernel; `sdpa` by default."""
+    """Attention kernel; by default `sdpa`, or `eager` if the model's class has no SDPA or its config caps attention logits, as
+    Gemma 2 does."""
     device_map: str | dict[str, Any] | None = None
     """`auto`, `cpu`, `cuda` or a device map of Transformers; defaults to the device of the rank. A map over several GPUs is
     refused."""

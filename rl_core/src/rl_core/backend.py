@@ -39,6 +39,7 @@ from rl_core.training.loaded_model import CLASSIFIER as CLASSIFIER
 from rl_core.training.loaded_model import Head as Head
 from rl_core.training.loaded_model import check_files as check_files
 from rl_core.training.loaded_model import check_loaded as check_loaded
+from rl_core.training.loaded_model import exact_attention as exact_attention
 from rl_core.training.loaded_model import refuse_other_head as refuse_other_head
 from rl_core.training.loaded_model import report_as_error as report_as_error
 from rl_core.training.microbatch_splitter import MicrobatchSplitter as MicrobatchSplitter

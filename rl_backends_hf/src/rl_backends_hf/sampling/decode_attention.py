@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rl_backends_hf.cpu_attention import is_plain
+from rl_backends_hf.cpu_attention import is_plain, refuse_ignored
 from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
 from rl_backends_hf.sampling.shared_prompts import attend_own
 from rl_core.errors import NotSupportedError
@@ -49,6 +49,7 @@ def grouped_sdpa(
         slot_cache: the rows' cache if they share prompts.
         **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
     """
+    refuse_ignored(module, kwargs)
     rows, heads, length, width = query.shape
     if slot_cache is not None and attention_mask is not None and is_plain(module, kwargs):
         index: int = module.layer_idx  # type: ignore[assignment]
@@ -121,8 +122,10 @@ class AttentionLayout:
         Raises:
             NotSupportedError: a layer has other state, such as a recurrent state or chunked attention.
         """
-        kinds, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+        text = model.config.get_text_config(decoder=True)
+        kinds, arguments = get_layer_types_and_kwargs(text)
+        recurrent = {"recurrent"}.intersection(getattr(text, "layers_block_type", ()))  # RecurrentGemma has no `layer_types`
+        unknown = sorted({*kinds, *recurrent} - {_FULL, _SLIDING})
         windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}
         if unknown or len(windows) > 1:
             found = f"layers of type {', '.join(unknown)}" if unknown else f"several sliding windows, {sorted(windows)}"

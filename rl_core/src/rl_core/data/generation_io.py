@@ -249,8 +249,8 @@ def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLim
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         outside = next(token for token in prompt if not 0 <= token < limits.vocab_size)
         raise DataError(
-            f"Row {number} has token id {outside}, outside the model's vocabulary of {limits.vocab_size}. "
-            "Tokenize with the model's own tokenizer."
+            f"Row {number} has token id {outside}, but the model's embedding has rows for ids 0 to {limits.vocab_size - 1}. "
+            "Tokenize with the model's own tokenizer; if this is it, drop the row, or give the model rows for its added tokens."
         )
 
 

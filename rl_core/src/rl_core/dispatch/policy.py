@@ -162,6 +162,14 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
     def _sharing(self) -> PrefixSharing:
         return PrefixSharing(self.config, self.facts, name=self._name)
 
+    def _refuse_ids_without_rows(self, rows: BatchedDataDict[Any]) -> None:
+        vocab_size = self.facts.get("vocab_size")
+        if vocab_size is not None and rows.size and (largest := int(rows["input_ids"].max())) >= vocab_size:
+            raise DataError(
+                f"The batch has token id {largest}, but the embedding of {self.config.model_name} has rows for ids 0 to "
+                f"{vocab_size - 1}. Tokenize with the model's own tokenizer; if this is it, drop the rows with this token."
+            )
+
     def _shards(
         self,
         rows: BatchedDataDict[Any],
@@ -185,6 +193,7 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         rows = self._sharing.select(rows, rows_per_microbatch=None if plan else fixed)
         if PROMPT in rows:
             plan["keep_together"] = PROMPT
+        self._refuse_ids_without_rows(rows)
         sharded: Any = rows.shard_by_batch_size(self.data_ranks, batch_size=batch_size, rows_per_unit=rows_per_unit, **plan)
         return sharded if plan else (sharded, None)
 

@@ -133,6 +133,12 @@ def report_as_error(name: str, error: type[UserError] = UserError) -> Iterator[N
         logger.removeFilter(is_shown)
 
 
+def exact_attention(config: Any, model_class: Any = None) -> str:
+    """The fastest attention that computes what a config describes: SDPA ignores a cap of attention logits."""
+    is_capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+    return "eager" if is_capped or not getattr(model_class, "_supports_sdpa", True) else "sdpa"
+
+
 def weights_file(name: str) -> Path | None:
     """The weights of a local folder, or their index; None if there are none, or `name` is not a folder."""
     return next((path for each in _FILES if (path := Path(name).expanduser() / each).is_file()), None)

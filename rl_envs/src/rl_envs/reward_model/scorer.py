@@ -16,7 +16,7 @@ import torch
 
 from rl_core.data.hub import pretrained_location, require_model
 from rl_core.errors import ConfigError, DataError, UserError
-from rl_core.training.loaded_model import check_loaded, report_as_error
+from rl_core.training.loaded_model import check_loaded, exact_attention, report_as_error
 
 _HEAD: Final = "score"
 _CLASSIFIER: Final = "ForSequenceClassification"
@@ -73,7 +73,15 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
     location, options = pretrained_location(name)
     config = _load_or_explain(name, lambda: transformers.AutoConfig.from_pretrained(location, **options))
     _check_architecture(name, config)
-    loading = {"config": config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    attention = exact_attention(config, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None))
+    loading: dict[str, Any] = {
+        "config": config,
+        "attn_implementation": attention,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+        **options,
+    }
     with report_as_error(name):
         model, report = _load_or_explain(
             name, lambda: transformers.AutoModelForSequenceClassification.from_pretrained(location, **loading)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,13 +19,13 @@ from rl_train.assembly.data import (
     read_data,
     read_validation_sets,
 )
-from rl_train.assembly.model_checks import tokenizer_key
+from rl_train.assembly.model_checks import tokenizer_key, tokens_without_rows
 from rl_train.assembly.reward_checks import check_reward_functions, resolve_completion_formats
 from rl_train.config.rules.required_sections import validates
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
+from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens, refuse_tokens_without_rows
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
@@ -90,7 +90,9 @@ class DataLoaders:
                 self.answers = answers(train, batch_size=needs.rollouts.rows_per_draw, shuffle=config.data.shuffle)
         if needs.records is not None and train is not None:
             self.batches = answers(train, batch_size=needs.records.records_per_step, shuffle=config.data.shuffle)
-        self.unknown_tokens = self._count_unknown_tokens(tokenizer)
+        rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
+        refuse_tokens_without_rows(rows, tokens_without_rows(config, tokenizer))
+        self.unknown_tokens = self._count_unknown_tokens(rows, tokenizer)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the training data."""
@@ -99,9 +101,8 @@ class DataLoaders:
             metrics["data/unknown_token_frac"] = self.unknown_tokens.fraction
         return metrics
 
-    def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
+    def _count_unknown_tokens(self, rows: Sequence[Any], tokenizer: Any) -> UnknownTokens | None:
         """Count unknown tokens in the first training rows, log their fraction, and warn if it is high."""
-        rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
         counts = count_unknown_tokens(rows, tokenizer)
         if counts is None:
             return None

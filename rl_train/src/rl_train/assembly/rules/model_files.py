@@ -17,6 +17,8 @@ from rl_train.assembly.model_checks import (
     refuse_other_tokenizers,
     tensor_problems,
     tokenizer_key,
+    tokenizer_problems,
+    tokenizer_warnings,
 )
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.partial_sections import UnavailableError
@@ -50,6 +52,18 @@ def tensors_are_those_of_the_config(config: RunFacts) -> Iterator[Problem]:
     """The files of each local model have the tensors that its config describes."""
     config.require_models()
     yield from tensor_problems(config.run)
+
+
+@rule(*_FILES, stage=Stage.IMPORTED)
+def tokens_of_every_row_have_embeddings(config: RunFacts) -> Iterator[Problem]:
+    """The tokenizer's start, end and padding tokens have a row in the model's embedding."""
+    yield from tokenizer_problems(config.run, config.tokenizer)
+
+
+@rule(*_FILES, stage=Stage.IMPORTED, warns=True)
+def all_tokens_have_embeddings(config: RunFacts) -> Iterator[Problem]:
+    """All tokens of the tokenizer have a row in the model's embedding."""
+    yield from tokenizer_warnings(config.run, config.tokenizer)
 
 
 @rule("every component", stage=Stage.IMPORTED, each=each_section)

@@ -1,0 +1,158 @@
+"""Attention computes what a model's config describes (caps, sinks, windows), or the model is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_backends_hf.config import HFModelConfig
+from rl_backends_hf.model import MAPPINGS, load_model, model_without_weights
+from rl_core.backend import exact_attention
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import NotSupportedError, UserError, WorkerError
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+STRONG = {"sliding_window": 4, "attention_window_size": 4, "attn_logit_softcapping": 1.0, "use_sliding_window": True}
+"""Values that change the attention of a short row by whole nats."""
+SMALL = {
+    **SIZES,
+    **STRONG,
+    **dict.fromkeys(("n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "laurel_rank", "linear_conv_kernel_dim"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "n_groups", "mamba_n_groups"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "query_pre_attn_scalar", "d_kv"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input", "mamba_d_state"), 8),
+    **{"linear_num_value_heads": 4, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0, "rotary_dim": 4},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8, "state_size": 8, "dropout": 0.0, "attn_pdrop": 0.0},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+def plain(folder, attention):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
+
+
+def test_caps_of_attention_logits_are_computed_by_policy_and_engine(parts, model_folder):
+    folder, rows = model_folder("gemma2-capped"), parts.make_rows()
+    with torch.no_grad():
+        expected, without_cap = (parts.plain_logprobs(plain(folder, name), rows) for name in ("eager", "sdpa"))
+    assert (expected - without_cap).abs().max() > 0.1, "the test would not see a missing cap"
+    policy = HuggingFacePolicy(config=parts.make_config(folder))
+    torch.testing.assert_close(policy.get_logprobs(rows)["logprobs"], expected, rtol=0, atol=1e-5)
+    reference = policy.get_reference_policy_logprobs(rows)["reference_logprobs"]
+    torch.testing.assert_close(reference, expected, rtol=0, atol=1e-5)
+    prompts = parts.make_prompt_rows()
+    columns = {"input_ids": prompts["input_ids"], "input_lengths": prompts["input_lengths"], "prompt_id": prompts["prompt_id"]}
+    output = HuggingFaceGeneration(model_name=folder, max_new_tokens=8).generate(BatchedDataDict(columns))
+    scored = policy.get_logprobs(
+        BatchedDataDict(input_ids=output["output_ids"], input_lengths=output["unpadded_sequence_lengths"])
+    )["logprobs"]
+    sampled = output["logprobs"] != 0
+    torch.testing.assert_close(output["logprobs"][sampled], scored[sampled], rtol=0, atol=1e-4)
+
+
+def test_an_attention_that_ignores_the_cap_is_refused(model_folder):
+    options = HFModelConfig(attn_implementation="sdpa")
+    for load in (
+        lambda: load_model(model_folder("gemma2-capped"), options=options, dtype=torch.float32),
+        lambda: model_without_weights(model_folder("gemma2-capped"), options=options),
+    ):
+        with pytest.raises(UserError, match="ignores `attn_logit_softcapping`"):
+            load()
+    assert load_model(model_folder("gemma2"), options=options, dtype=torch.float32).config._attn_implementation == "sdpa"
+
+
+def test_a_class_without_sdpa_is_loaded_with_eager_attention(model_folder, monkeypatch, tmp_path):
+    transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **SINKS)).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), options=HFModelConfig(), dtype=torch.float32)
+    assert model.config._attn_implementation == "eager"
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", False)  # as in Transformers 5.24
+    model = load_model(model_folder("gemma2"), options=HFModelConfig(), dtype=torch.float32)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_cap_that_reaches_sdpa_in_another_way_is_refused(parts, model_folder):
+    policy = HuggingFacePolicy(config=parts.make_config(model_folder("gemma2")))
+    policy.wait_ready()
+    for layer in policy.group.worker._scoring.model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 1.0
+    with pytest.raises((NotSupportedError, WorkerError), match="passes `softcap`, which SDPA ignores"):
+        policy.get_logprobs(parts.make_rows())
+
+
+def test_recurrent_layers_and_grouped_norms_are_refused_with_the_family(tmp_path):
+    recurrent = transformers.RecurrentGemmaConfig(**SIZES, lru_width=32, attention_window_size=4)
+    transformers.RecurrentGemmaForCausalLM(recurrent).save_pretrained(tmp_path / "recurrent")
+    with pytest.raises(WorkerError, match="RecurrentGemmaForCausalLM has layers of type recurrent"):
+        HuggingFaceGeneration(model_name=str(tmp_path / "recurrent"), max_new_tokens=2).wait_ready()
+    sizes = {"num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "hidden_size": 32, "num_hidden_layers": 2}
+    for groups in (1, 2):
+        config = transformers.Mamba2Config(**sizes, vocab_size=96, n_groups=groups)
+        transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path / str(groups))
+    load_model(str(tmp_path / "1"), options=HFModelConfig(), dtype=torch.float32)
+    with pytest.raises(NotSupportedError, match=r"is a Mamba 2 with 2 groups"):
+        load_model(str(tmp_path / "2"), options=HFModelConfig(), dtype=torch.float32)
+
+
+def tiny_config(family):
+    """A config of the family with small sizes and strong windows and caps, and each type of layer; None if it is not small."""
+    text = transformers.CONFIG_MAPPING[family]().get_text_config(decoder=True)
+    fields = {key: value for key, value in SMALL.items() if hasattr(text, key)}
+    if getattr(text, "layer_types", None):
+        kinds = list(dict.fromkeys(text.layer_types))
+        fields["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        fields["num_hidden_layers"] = len(fields["layer_types"])
+    config = type(text)(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return config if sum(each.numel() for each in model.parameters()) < 3e6 else None
+
+
+@pytest.mark.full("test_caps_of_attention_logits_are_computed_by_policy_and_engine, and sinks, compare two families")
+def test_the_default_attention_of_every_family_equals_its_eager_attention():
+    ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    compared, different = [], {}
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = tiny_config(family)
+            if config is None:
+                continue
+            attention = exact_attention(config, MAPPINGS["tokens"].get(type(config), None))
+            eager, default = (
+                AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name).eval()
+                for name in ("eager", attention)
+            )
+            default.load_state_dict(eager.state_dict())
+            with torch.no_grad():
+                one, other = (model(ids).logits.float().log_softmax(-1) for model in (eager, default))
+        except Exception:  # the family cannot be built from these sizes, or has another forward pass
+            continue
+        compared.append(family)
+        if not (one - other).abs().max() < 2e-3:
+            different[family] = float((one - other).abs().max())
+    assert different == {}
+    assert len(compared) >= 100
+    assert {"gemma2", "gemma3_text", "gpt_oss", "vaultgemma", "mistral", "qwen2", "cohere2", "olmo3"} <= {*compared}
