@@ -23,6 +23,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_head, prepare_head
+from rl_backends_hf.shards import copy_from_files
 from rl_core.backend import Head, check_loaded, exact_attention, report_as_error
 from rl_core.data.hub import pretrained_location, read_model_config, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
@@ -193,6 +194,8 @@ def _load_as_stored(
         init_head(model)
     if "device_map" not in arguments:
         model.to(device)
+        if model.device.type == "cpu":
+            copy_from_files(model)
     check_not_offloaded(model, name)
     check_norms(model, name)
     return model.eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -35,6 +37,13 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
             value = value.to(device=target.device, dtype=target.dtype)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         local(target).copy_(local(value))
+
+
+@torch.no_grad()
+def copy_from_files(module: nn.Module) -> None:
+    """Copy weights that are mapped from files: they would change with a file that is overwritten in place."""
+    for tensor in map(local, chain(module.parameters(), module.buffers())):
+        tensor.data = tensor.clone()
 
 
 def reshard(module: nn.Module) -> None:

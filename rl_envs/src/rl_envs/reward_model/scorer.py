@@ -94,6 +94,8 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
             "LlamaForSequenceClassification or Qwen2ForSequenceClassification."
         )
     check_loaded(model, report, name=name)
+    for parameter in model.parameters():  # mapped from a file, which may be overwritten in place
+        parameter.data = parameter.data.clone()
     return model.eval().requires_grad_(False)
 
 
