@@ -58,7 +58,7 @@ def test_an_end_or_padding_token_without_a_row_is_an_error(folder, name):
 
 
 @pytest.mark.parametrize("form", ["untied", "padded vocabulary", "added tokens"])
-def test_rows_without_a_token_are_no_problem(tmp_path, form):
+def test_rows_of_a_padded_embedding_are_fine(tmp_path, form):
     code, output = validate(model_folders.make(tmp_path / "model", form), ("1+2=", "3"), ("2+3=", "5"))
     assert code == 0, output
     assert "no row" not in output
