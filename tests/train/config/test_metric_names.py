@@ -47,6 +47,7 @@ def warnings(registry, example, *overrides):
         ("grpo_addition", "env/maths/accuracy", "no component of the run writes such a metric"),
         ("grpo_addition", "preference/accuracy", "no component of the run writes such a metric"),
         ("grpo_addition", "validation/pass@4", "no component of the run writes such a metric"),
+        ("dpo_addition", "rollout/accuracy", "no component of the run writes such a metric"),
         ("sft_addition", "reward/mean", "no component of the run writes such a metric"),
         ("sft_addition", "validation/acuracy", "no component of the run writes such a metric"),
         ("dpo_addition", "validation/margins", "Did you mean 'validation/margin'?"),

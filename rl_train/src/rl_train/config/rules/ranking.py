@@ -60,7 +60,7 @@ def checkpoints_are_ranked_by_a_metric_of_the_run(config: CheckedConfig) -> Iter
     name, run = _metric(config), config.run
     if name is None or _is_among(name, [*_names(run), *_open_names(config)]):
         return
-    if name.endswith("accuracy") and not _has_accuracy(run):
+    if run.env and not _has_accuracy(run) and name.endswith("/accuracy") and name.startswith(("validation/", "rollout/")):
         why = "reward functions report an accuracy only above a threshold: set env.<task>.correct_above, or use the reward."
     else:
         plain = [metric for metric in _names(run) if "*" not in metric]
