@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_serve import served_model, terminal
+from rl_serve.chat_format import ChatFormat
 from rl_train.launch.train import train
 from rl_train.metrics.progress import reported_start
 
@@ -86,6 +87,61 @@ def test_a_conversation_with_a_run_may_be_longer_than_the_rows_of_its_training(c
     assert (code, "The prompt has 6 tokens and --max-tokens is 12, but the model's context has 16" in said) == (2, True), said
 
 
+@pytest.fixture
+def trained(tmp_path):
+    """Trains on sums without their sign of equality, which the prompt adds; returns the run folder."""
+
+    def make(model=MODEL, **keys):
+        (tmp_path / "sum.yaml").write_text("user: '{question}='\n")
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "12+34", "expected_answer": "46"}) + "\n")
+        rows = {"dataset_name": "jsonl", "path": str(tmp_path / "rows.jsonl"), "task_name": "arithmetic"}
+        config = {
+            "grpo": {"max_num_steps": 1, "num_prompts_per_step": 1, "num_generations_per_prompt": 2},
+            "policy": {
+                "backend": "hf",
+                "model_name": str(model),
+                "max_total_sequence_length": 60,
+                "generation": {"backend": "hf", "max_new_tokens": 4},
+            },
+            "data": {"train": rows, **keys},
+            "env": {"arithmetic": {}},
+            "checkpointing": {"save_period": 1},
+            "logger": {"log_dir": str(tmp_path / "runs"), "run_name": "grpo"},
+            "cluster": {"backend": "in_process"},
+        }
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        return train(tmp_path / "config.yaml", console=False).folder
+
+    return make
+
+
+def test_a_run_is_asked_as_in_training_unless_that_is_turned_off(chat, trained, tmp_path):
+    file = str(tmp_path / "sum.yaml")
+    run = trained(prompt={"prompt_config": file})
+    code, said = chat("12+34", "12+34=", arguments=(run, "--greedy"))
+    assert code == 0
+    assert said.startswith("46\n")
+    assert f"as in training: prompt_config '{file}' (without: --as-is)" in said
+    code, said = chat("12+34=", arguments=(run, "--greedy", "--as-is"))
+    assert (code, said) == (0, "46\n")
+
+
+def test_the_system_message_of_the_run_is_replaced_by_an_option(chat, trained, monkeypatch):
+    run, asked = trained(model=MODEL.parents[1] / "tools/model", prompt={"system_prompt": "Add."}), []
+    prompt = ChatFormat.prompt
+    monkeypatch.setattr(ChatFormat, "prompt", lambda self, messages: asked.append(messages[0]) or prompt(self, messages))
+    for option in ((), ("--system", "Calculate."), ("--as-is",)):
+        assert chat("1", arguments=(run, "--max-tokens", "1", *option))[0] == 0
+    assert [message["content"] for message in asked] == ["Add.", "Calculate.", "1"]
+
+
+def test_an_answer_that_is_cut_says_so_and_how_to_get_more(chat, trained):
+    run = trained()
+    code, said = chat("12+34=", "/reset", "12+34=", arguments=(run, "--greedy", "--max-tokens", "1"))
+    cut = "(cut; number of tokens: 1. --max-tokens N allows more, up to the model's context)"
+    assert (code, sorted(said.splitlines())) == (0, sorted(["4", cut] * 2))
+
+
 def test_a_model_that_loads_for_long_is_reported_apart_from_the_answers(chat, monkeypatch):
     monkeypatch.setattr(served_model, "reported_start", partial(reported_start, every_s=0.001))
     code, said = chat("12+34=")
@@ -106,6 +162,8 @@ def test_in_a_terminal_mistakes_are_reported_and_the_conversation_continues(chat
 
 def test_control_characters_of_a_model_do_not_reach_a_terminal(capsys):
     class Answers:
+        cut_at = None
+
         def answer(self, text, *, on_text):
             on_text("a\n\tb\x1b]0;title\x07\r\x9b2J")
 

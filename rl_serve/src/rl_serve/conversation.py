@@ -12,6 +12,7 @@ from rl_serve.chat_format import ChatFormat
 from rl_serve.deltas import RowDeltas
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
+from rl_serve.prompt_filler import PromptFiller
 from rl_serve.requests import SamplingParameters
 from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, plan_sampling
@@ -27,6 +28,10 @@ class Conversation:
         system: the system message, if any.
         temperature: 0 for greedy decoding; None for the engine's.
         max_tokens: maximum number of tokens of an answer; None for the engine's.
+        filler: fills the first user message into a prompt config, if it has one.
+
+    Attributes:
+        cut_at: number of tokens at which a limit cut the last answer; None if it is complete.
     """
 
     def __init__(
@@ -37,9 +42,11 @@ class Conversation:
         system: str | None = None,
         temperature: float | None = None,
         max_tokens: int | None = None,
+        filler: PromptFiller | None = None,
     ) -> None:
         self._model, self._engine = model, engine
         self._chat = ChatFormat(model.tokenizer)
+        self._filler, self.cut_at = filler or PromptFiller(None), None
         self._system, self._temperature, self._max_tokens = system, temperature, max_tokens
         self._messages: list[dict[str, Any]] = []
         self.reset()
@@ -64,7 +71,7 @@ class Conversation:
         plan = plan_sampling(
             self._model,
             Limits(),
-            [self._chat.prompt(messages)],
+            [self._chat.prompt(self._filler.conversation(messages))],
             SamplingParameters(temperature=self._temperature),
             max_tokens=self._max_tokens,
             names=ParameterNames(max_tokens="--max-tokens"),
@@ -83,6 +90,8 @@ class Conversation:
         async with aclosing(rows):
             async for _, row in rows:
                 deltas.new_tokens(row)
+                if row.is_finished:
+                    self.cut_at = len(row.token_ids) if row.truncated else None
                 text = choices.text(0, row) if row.is_finished else deltas.stable_text(row.token_ids)
                 new = deltas.new_text(text, is_finished=row.is_finished)
                 if on_text is not None and new:

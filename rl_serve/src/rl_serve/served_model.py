@@ -24,6 +24,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Component, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.data_sections import PromptConfig
 from rl_train.config.loader import load_config
 from rl_train.config.overrides import apply_overrides
 from rl_train.config.rules.rule import Use
@@ -71,6 +72,14 @@ class ServedModel:
     """What the backend declares that it can do."""
     tasks: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     """The environments of a run, by task."""
+    prompts: Sequence[PromptConfig] = ()
+    """How the training data of a run becomes messages: a prompt for each way; empty for messages as they are."""
+
+    @property
+    def described_prompts(self) -> str:
+        """The keys of each of `prompts`, for messages."""
+        given = ({key: value for key, value in prompt.model_dump().items() if value is not None} for prompt in self.prompts)
+        return "; or ".join(", ".join(f"{key} {value!r}" for key, value in keys.items()) or "none" for keys in given)
 
     @cached_property
     def max_prompt_chars(self) -> int | None:
@@ -180,7 +189,7 @@ def _of_run(
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.
     builder.weights(policy, generation, tokenizer).sync()
     component = registry.find("generation", section.backend)
-    return _served(label, generation, section, tokenizer, component, tasks=run.env)
+    return _served(label, generation, section, tokenizer, component, tasks=run.env, prompts=run.data.training_prompts())
 
 
 def _engine_overrides(config: Path, registry: Registry) -> list[str]:
@@ -214,6 +223,7 @@ def _served(
     component: Component,
     *,
     tasks: Mapping[str, EnvironmentConfig] | None = None,
+    prompts: Sequence[PromptConfig] = (),
 ) -> ServedModel:
     facts = getattr(generation, "facts", {})
     return ServedModel(
@@ -231,6 +241,7 @@ def _served(
         backend=section.backend,
         capabilities=component.capabilities or getattr(component.load(), "capabilities", ()),
         tasks=tasks or {},
+        prompts=prompts,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,8 @@ def serve_model(
         started_model(target, backend=backend, overrides=others, name=name, best=best) as model,
     ):
         service.use_tasks(model.tasks)
+        if model.prompts and settings.prompt_config is None:
+            print(f"trained with {model.described_prompts}: send it as in training, or set prompt_config", file=sys.stderr)
         engine = EngineThread(model.generation)
         try:
             app = create_app(

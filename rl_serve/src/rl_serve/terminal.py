@@ -14,6 +14,8 @@ from rl_train.run_folders.run_names import completed_runs, text_of_run
 
 if TYPE_CHECKING:
     from rl_serve.conversation import Conversation
+    from rl_serve.prompt_filler import PromptFiller
+    from rl_serve.served_model import ServedModel
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HELP = "/exit ends the conversation, /reset begins a new one, /help shows this line. Ctrl-C stops an answer."
@@ -41,7 +43,10 @@ def chat(
         str | None, typer.Option(help="Generation plugin for a model; required if several are installed.")
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default="that of the run's training data")] = None,
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="Without the system message and the prompt config of the run's training data.")
+    ] = False,
     temperature: Annotated[
         float | None,
         typer.Option(min=0.0, max=100.0, help="Sampling temperature.", show_default="the engine's"),
@@ -54,8 +59,9 @@ def chat(
     """Chat with a model or a run in the terminal.
 
     Each line is a message; /exit or the end of the input ends the conversation, /reset begins a new one. Answers are printed
-    as they are sampled, if the engine streams tokens. With redirected input, only the answers are printed, and a message that
-    cannot be answered ends the command with exit code 2.
+    as they are sampled, if the engine streams tokens. A run has the system message and the prompt config of its training data;
+    --system replaces the first, and --as-is turns off both. With redirected input, only the answers are printed on standard
+    output, and a message that cannot be answered ends the command with exit code 2.
 
     Example:
         rlcore chat runs/config
@@ -64,17 +70,49 @@ def chat(
     """
     from rl_serve.conversation import Conversation
     from rl_serve.engine import EngineThread
+    from rl_serve.prompt_filler import PromptFiller
     from rl_serve.served_model import started_model
 
     if greedy and temperature:
         raise UserError(f"--greedy is --temperature 0, but --temperature is {temperature:g}. Remove one of them.")
     temperature = 0.0 if greedy else temperature
     with started_model(text_of_run(target), backend=backend, overrides=overrides or [], best=best) as model:
+        own_system, filler = (None, PromptFiller(None)) if as_is else _prompt_of(model)
         engine = EngineThread(model.generation)
         try:
-            _talk(Conversation(model, engine, system=system, temperature=temperature, max_tokens=max_tokens), model.name)
+            conversation = Conversation(
+                model,
+                engine,
+                system=own_system if system is None else system,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                filler=filler,
+            )
+            _talk(conversation, model.name)
         finally:
             engine.close()
+
+
+def _prompt_of(model: ServedModel) -> tuple[str | None, PromptFiller]:
+    """System message and prompt config of the run's training data, which are printed; neither if it has several."""
+    from rl_serve.prompt_filler import PromptFiller
+
+    if len(model.prompts) != 1:
+        if model.prompts:
+            _note(f"messages are sent as they are, because the run has several prompts: {model.described_prompts}")
+        return None, PromptFiller(None)
+    _note(f"as in training: {model.described_prompts} (without: --as-is)")
+    prompt = model.prompts[0]
+    filler = PromptFiller.load(prompt.prompt_config, prompt.examples_type)
+    if len(filler.needs) > 1:
+        _note(f"without the prompt config, which needs more than a message: {', '.join(filler.needs)}")
+        filler = PromptFiller(None)
+    return prompt.system_prompt, filler
+
+
+def _note(text: str) -> None:
+    """Print a line apart from the answers."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _talk(conversation: Conversation, name: str) -> None:
@@ -101,6 +139,8 @@ def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None
     try:
         conversation.answer(text, on_text=lambda new: print(visible(new) if is_interactive else new, end="", flush=True))
         print(flush=True)
+        if conversation.cut_at is not None:
+            _note(f"(cut; number of tokens: {conversation.cut_at}. --max-tokens N allows more, up to the model's context)")
     except ApiError as error:
         is_long = error.code == "context_length_exceeded"
         hint = " Shorten the message, or begin a new conversation (/reset)." if is_long else ""
@@ -122,7 +162,7 @@ def _report(message: str, is_interactive: bool) -> None:
 
     if not is_interactive:
         raise ConfigError(message)
-    print(f"error: {message}", file=sys.stderr)
+    _note(f"error: {message}")
 
 
 def _lines(is_interactive: bool) -> Iterator[str]:

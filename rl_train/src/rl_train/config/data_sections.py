@@ -116,6 +116,16 @@ class DataConfig(Section):
         """Whether validation data is configured."""
         return bool(self.validation or self.validation_sets) or (self.split is not None and self.has_training_data)
 
+    def training_prompts(self) -> list[PromptConfig]:
+        """How the training datasets convert records to messages, without repetitions; empty if none configures it."""
+        prompts: list[PromptConfig] = []
+        for section in filter(None, [self.train, *self.mix.values()]):
+            own = {asked: getattr(section, key, None) for asked, key in _PROMPT_KEYS.items()}
+            prompt = PromptConfig(**{key: value or getattr(self.prompt, key, None) for key, value in own.items()})
+            if prompt not in prompts:
+                prompts.append(prompt)
+        return [] if prompts == [PromptConfig()] else prompts
+
     def sections(self) -> dict[str, DatasetConfig]:
         """The sections of all datasets, by their keys within `data`."""
         slots = [slot.path for slot in slots_of(Kind.DATASET)]
