@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from fastapi import Request
@@ -250,7 +250,7 @@ class LocalRoutes:
         prompt: Any = body.prompt
         if isinstance(prompt, str):
             refuse_long_text(self._model, [prompt], param="prompt")
-            return [encode(prompt, self._model.tokenizer)]
+            return [self._raw_prompt(prompt, body)]
         if not prompt:
             raise ApiError(400, "There is no prompt.", param="prompt")
         if isinstance(prompt[0], int):
@@ -258,7 +258,12 @@ class LocalRoutes:
         refuse_many_rows(self._limits, len(prompt), body.n)
         for one in prompt:
             refuse_long_text(self._model, [one] if isinstance(one, str) else (), param="prompt")
-        return [encode(one, self._model.tokenizer) if isinstance(one, str) else one for one in prompt]
+        return [self._raw_prompt(one, body) if isinstance(one, str) else one for one in prompt]
+
+    def _raw_prompt(self, text: str, body: CompletionRequest) -> list[int]:
+        """A text that may be a rendered conversation: its control tokens are tokens, unlike those in messages."""
+        tokenizer = self._model.tokenizer
+        return [*(start_tokens(tokenizer) if body.add_special_tokens else ()), *encode(text, tokenizer)]
 
     def _texts_of(self, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
         """The text of each prompt, as it was sent or decoded."""
@@ -302,3 +307,11 @@ class LocalRoutes:
     def _stream(self, body: SamplingRequest, deltas: Deltas) -> EventStream:
         rows = self._rows(deltas.choices.plan, stream=True)
         return EventStream(errors_as_events(self._completions.events(deltas, rows, has_usage=body.has_usage)))
+
+
+@lru_cache(maxsize=16)
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The tokens with which the tokenizer begins a text; those that it may append would end a completion's prompt."""
+    whole: list[int] = tokenizer("a")["input_ids"]
+    text = encode("a", tokenizer)
+    return whole[: next((start for start in range(len(whole)) if whole[start : start + len(text)] == text), 0)]

@@ -224,6 +224,8 @@ class CompletionRequest(SamplingRequest):
     """Number of most likely tokens to return log-probabilities of at each position; 0 returns those of the sampled tokens."""
     echo: bool = False
     """Whether the text of a choice begins with its prompt; not with `logprobs`."""
+    add_special_tokens: bool = True
+    """Whether a text begins with the tokens that the tokenizer puts before texts, such as a beginning-of-sequence token."""
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()

@@ -176,6 +176,26 @@ def test_a_split_holds_the_same_rows_out_of_one_dataset_and_of_a_mixture_and_tra
     assert [text for text in (t.split("=")[0] + "=" for t in checked) if text.startswith("1")] == wanted
 
 
+@pytest.mark.parametrize("parses", [False, True])
+def test_rows_with_texts_of_control_tokens_are_named_and_the_config_decides_what_they_become(
+    lines, registry, own_messages, parses
+):
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.parse_control_tokens = parses
+    rows = [{"question": "1+2=", "answer": "3"}, {"question": "1+3=<eos>", "answer": "<eos>4"}]
+    train, _ = read_data(
+        DataConfig(train=section(lines("rows", *rows), output_key=None, response_key="answer"), check_rows=2), registry
+    )
+    loader = conversation_loader(train, run_of(DataConfig(train=None)), tokenizer, batch_size=2, shuffle=False)
+    [batch] = list(loader)
+    ends = [sum(message["token_ids"].tolist().count(tokenizer.eos_token_id) for message in row["message_log"]) for row in batch]
+    assert ends == [1, 3 if parses else 1]
+    says = "rows.jsonl:2 has the text <eos>, which is tokenized as text"
+    named = [message for message in own_messages() if says in message]
+    assert len(named) == (not parses)
+    assert "rows.jsonl:1" not in "".join(own_messages())
+
+
 def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, registry, tmp_path):
     (tmp_path / "p.yaml").write_text('system: "0"\nuser: "{question}="\n')
     path = lines("rows", {"question": "1+2", "expected_answer": "3"})

@@ -29,6 +29,9 @@ class TokenizerConfig(Section):
     visible_special_tokens: Literal["content", "all", "none"] = "content"
     """Special tokens in the text of completions, for rewards, tools, logs and clients. `content` hides those that mark
     beginning, end, padding, unknown text and the turns of the chat template; `none` hides all."""
+    parse_control_tokens: bool = False
+    """Whether the text of a control token in messages, such as `<|im_end|>` in a user's message, becomes that token. By
+    default, it is tokenized as text. Control tokens are those that `visible_special_tokens: content` hides."""
 
 
 _ADAMW = "torch.optim.AdamW"

@@ -16,6 +16,7 @@ from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import MESSAGE_KEYS
 from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
 from rl_train.data.decoding import decode_answers
+from rl_train.data.guarded_text import guarded
 from rl_train.rollouts.engines import RolloutSampler, SampledTurn
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import prompt_after
@@ -123,13 +124,14 @@ class AgentSession:
 
     def _tokens_before(self, request: AgentRequest) -> list[int]:
         """What the model reads: the longest segment that the request continues and the tokens after it, or its own tokens."""
-        text = decode(self._tokenizer, request.prompt)
+        tokenizer = guarded(self._tokenizer, request.messages)
+        text = decode(tokenizer, request.prompt)
         best: list[int] = []
         longest = -1
         with self._lock:
             segments = [log_token_ids(log) for log in self._segments]
         for tokens in segments:
-            found = prompt_after(tokens, text, self._tokenizer)
+            found = prompt_after(tokens, text, tokenizer)
             if found is not None and len(tokens) > longest:
                 longest, best = len(tokens), [*tokens.tolist(), *found.token_ids.tolist()]
         return best if longest >= 0 else list(request.prompt)

@@ -18,6 +18,7 @@ import torch
 
 from rl_core.data.conversation_tokens import encode, plain_pieces
 from rl_core.errors import DataError
+from rl_train.data.guarded_text import guarded
 from rl_train.data.tool_calls import read_calls
 
 Message = Mapping[str, Any]
@@ -163,6 +164,7 @@ def conversation_tokens(
     Raises:
         DataError: The template cannot render the conversation, or omits tools; or there are tools and no template.
     """
+    tokenizer = guarded(tokenizer, messages, tools)
     if not getattr(tokenizer, "chat_template", None):
         refuse_tools(messages, tools)
         return list(chain.from_iterable(plain_pieces(unclosed(messages) if add_generation_prompt else messages, tokenizer)))

@@ -59,6 +59,8 @@ def _special_tokens(tokenizer: Any, visible: str, template: str) -> tuple[frozen
 
 @lru_cache(maxsize=16)
 def _control_tokens(tokenizer: Any, template: str) -> Mapping[str, int]:
+    if not hasattr(tokenizer, "get_added_vocab"):  # not one of Transformers: all tokens are text
+        return {}
     added: dict[str, int] = {name: token for name, token in tokenizer.get_added_vocab().items() if name.strip()}
     end_ids = {tokenizer.eos_token_id, *_end_ids(str(tokenizer.name_or_path))}
     ends = {name for name, token in added.items() if token in end_ids}

@@ -19,6 +19,7 @@ from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.answer_spans import LocatedText, Render, locate_trained
 from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, unclosed, with_normalized_calls
+from rl_train.data.guarded_text import guarded
 from rl_train.data.split_encoding import encode_pieces
 
 Message = dict[str, Any]
@@ -83,7 +84,8 @@ def get_formatted_message_log(
     would sample; the header that opens an assistant turn belongs to the message before it. If that message is trained as well
     or does not exist, `sampled_range` is the range of the message's sampled tokens. Text of untrained messages belongs to the
     last of them before a trained one. If the template drops part of the last answer, the answer from the data follows its
-    prompt instead. Tools that are offered or called must be in the tokens: see `chat_template`.
+    prompt instead. Tools that are offered or called must be in the tokens: see `chat_template`. Texts of control tokens in the
+    messages are not control tokens, see `guarded_text`.
 
     Without a chat template, each content is tokenized by itself, without special tokens or text between messages. The
     tokenizer's BOS token, if any, opens the first message; its EOS token closes every assistant message.
@@ -102,6 +104,7 @@ def get_formatted_message_log(
     Raises:
         DataError: The template cannot render the conversation, or omits tools or part of a trained message.
     """
+    tokenizer = guarded(tokenizer, message_log, tools)
     if getattr(tokenizer, "chat_template", None):
         return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
     refuse_tools(message_log, tools)

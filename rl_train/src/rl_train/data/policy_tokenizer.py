@@ -16,7 +16,13 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     """
     section, name = policy.tokenizer, policy.tokenizer.name or policy.model_name
     tokenizer = load_tokenizer(name, chat_template=section.chat_template, chat_template_kwargs=section.chat_template_kwargs)
-    tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens  # see `rl_train.data.decoding`
     # For checkpoints: where its files are, and whether they have its template.
     tokenizer.published = name, section.chat_template is None and not section.chat_template_kwargs
+    return with_text_settings(tokenizer, policy)
+
+
+def with_text_settings(tokenizer: Any, policy: PolicyConfig) -> Any:
+    """The tokenizer with the attributes that `rl_train.data.decoding` and `guarded_text` read; they are never saved."""
+    tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens
+    tokenizer.parse_control_tokens = policy.tokenizer.parse_control_tokens
     return tokenizer

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import DataError
 from rl_train.data.bad_rows import BadRow, BadRowError
 from rl_train.data.dataset_classes import record_of
+from rl_train.data.guarded_text import control_texts, keeps_text
 from rl_train.data.holdout import row_location
 from rl_train.data.task_choice import TaskChoice
+
+_FIELDS = ("messages", "prompt", "chosen", "rejected", "tools")
+_log = logging.getLogger("rlcore")
 
 
 class TokenizedRows(Sequence[Any]):
@@ -17,13 +22,14 @@ class TokenizedRows(Sequence[Any]):
 
     Args:
         records: map-style dataset of records.
-        process: turns a record into a row.
+        process: turns a record into a row; a partial with `tokenizer`, or without it to give no warnings.
         tasks: the task of each record.
         name: name of the dataset in errors.
     """
 
     def __init__(self, records: Any, process: Callable[..., Any], *, tasks: TaskChoice, name: str = "dataset") -> None:
         self.records = records
+        self._tokenizer, self._warned_of = getattr(process, "keywords", {}).get("tokenizer"), set[int]()
         self._process = process
         self._tasks = tasks
         self._name = name
@@ -41,6 +47,21 @@ class TokenizedRows(Sequence[Any]):
             if datum.get("task_name") is None and task is not None:  # left out by the processor of a user
                 datum = {**datum, "task_name": task}
             self._tasks.check(datum.get("task_name"))
+            self._warn_of_control_tokens(record, int(index))
         except DataError as error:
             raise BadRowError(BadRow.of(f"{self._name}: {row_location(self.records, index)}", error)) from error
         return datum
+
+    def _warn_of_control_tokens(self, record: Mapping[str, Any], index: int) -> None:
+        """Name a row whose text has control tokens: each of the first five, then every hundredth."""
+        tokenizer, fields = self._tokenizer, [record.get(name) for name in _FIELDS]
+        if tokenizer is None or index in self._warned_of or not (names := control_texts(tokenizer, *fields)):
+            return
+        self._warned_of.add(index)
+        if vars(tokenizer).get("parse_control_tokens") or ((count := len(self._warned_of)) > 5 and count % 100):
+            return
+        kept = "is tokenized as text, not as a control token (policy.tokenizer.parse_control_tokens: true changes this)"
+        parsed = f"becomes a control token, because {type(tokenizer).__name__} cannot tokenize it as text. Remove it"
+        become = kept if keeps_text(tokenizer) else parsed
+        where = f"{self._name}: {row_location(self.records, index)}"
+        _log.warning("%s has the text %s, which %s. %d such rows so far", where, ", ".join(names), become, count)

@@ -12,6 +12,7 @@ from rl_core.data.conversation_tokens import decode, encode
 from rl_core.errors import ConfigError
 from rl_core.interfaces.messages import Observation, messages_of
 from rl_train.data.chat_template import form_for, render
+from rl_train.data.guarded_text import guarded
 from rl_train.rollouts.trajectory import Trajectory
 from rl_train.rollouts.turns import TurnFormatter
 
@@ -84,10 +85,11 @@ class Rendered(History):
     def next_prompt(self, rollout: Trajectory, observation: Observation) -> NextPrompt:
         """Render the conversation again; a prompt that does not continue the sampled tokens begins a new segment."""
         messages = [*rollout.conversation(), *messages_of(observation)]
-        form = form_for(messages, self._tokenizer, tools=rollout.tools)
-        text = render(messages, self._tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools)
-        return prompt_after(rollout.token_ids(), text, self._tokenizer) or NextPrompt(
-            token_ids=torch.tensor(encode(text, self._tokenizer), dtype=torch.int64), continues=False
+        tokenizer = guarded(self._tokenizer, messages, rollout.tools)
+        form = form_for(messages, tokenizer, tools=rollout.tools)
+        text = render(messages, tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools)
+        return prompt_after(rollout.token_ids(), text, tokenizer) or NextPrompt(
+            token_ids=torch.tensor(encode(text, tokenizer), dtype=torch.int64), continues=False
         )
 
 

@@ -14,6 +14,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message, Observation, messages_of
 from rl_train.data.chat_template import form_for, render
 from rl_train.data.decoding import control_tokens
+from rl_train.data.guarded_text import guarded
 
 _USER: Mapping[str, Any] = {"role": "user", "content": "A"}
 _ANSWER = "RLCORE"
@@ -53,6 +54,8 @@ class TurnFormatter:
             DataError: the template cannot render the messages after an answer.
         """
         messages = messages_of(observation)
+        if (tokenizer := guarded(self._tokenizer, messages, tools)) is not self._tokenizer:
+            return _formatter(tokenizer).observation_ids(observation, sampled_ids, tools=tools)
         if self._has_template:
             text = self._after_answer(messages, tools)
             text = text[len(self._repeated_end(text, sampled_ids)) :]
@@ -115,6 +118,11 @@ class TurnFormatter:
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, next_answer: bool) -> str:
         form = form_for(messages, self._tokenizer, tools=tools)
         return render(messages, self._tokenizer, form=form, add_generation_prompt=next_answer, tools=tools)
+
+
+@lru_cache(maxsize=16)
+def _formatter(tokenizer: Any) -> TurnFormatter:
+    return TurnFormatter(tokenizer)
 
 
 def _answers_before(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.rules.sampling import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.data.policy_tokenizer import load_policy_tokenizer, with_text_settings
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
@@ -134,7 +134,7 @@ class Trainer:
                 "policy.tokenizer.chat_template_kwargs has no effect on a tokenizer that is passed to the trainer: set "
                 "tokenizer.chat_template = rl_core.data.tokenizer.with_template_kwargs(tokenizer.chat_template, {...}) instead"
             )
-        self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
+        self._tokenizer = with_text_settings(tokenizer or load_policy_tokenizer(self.config.policy), self.config.policy)
         self._check(self.config, Stage.STATIC, Stage.IMPORTED)
         if cluster is not None:
             self._move_to(cluster)

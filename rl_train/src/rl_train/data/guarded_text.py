@@ -1,0 +1,120 @@
+"""Keeps the text of messages text: contents never become control tokens, only what the chat template writes does.
+
+A rendered conversation does not show which `<|im_end|>` the template wrote. If contents have the text of a control token, the
+conversation is therefore rendered with placeholders for it. A copy of the tokenizer has other names for its control tokens, and
+the template's are replaced by these names. Everything else, including white space around them, is encoded as always.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from rl_core.data.conversation_tokens import encode
+from rl_train.data.decoding import control_tokens
+
+_NONCE = secrets.token_hex(6)
+"""Part of all placeholders and new names, so that no content can have them."""
+
+
+def guarded(tokenizer: Any, *contents: Any) -> Any:
+    """The tokenizer, or its copy for which control tokens in the contents are text.
+
+    With the copy, texts have other names for control tokens: those that it renders, encodes and decodes, and in its attributes.
+
+    Args:
+        tokenizer: A Transformers tokenizer. One without a `tokenizer.json` has no such copy, and is returned itself.
+        *contents: Messages, tools or texts.
+    """
+    if not control_texts(tokenizer, *contents) or not keeps_text(tokenizer):
+        return tokenizer
+    return _guarded_copy(tokenizer, str(tokenizer.chat_template))
+
+
+def control_texts(tokenizer: Any, *contents: Any) -> list[str]:
+    """The control tokens whose text the contents have."""
+    texts = [*_texts(contents)]
+    return [name for name in _names(tokenizer) if any(name in text for text in texts)]
+
+
+def keeps_text(tokenizer: Any) -> bool:
+    """Whether texts of control tokens stay text: the config does not parse them, and the tokenizer can have a copy."""
+    parses = vars(tokenizer).get("parse_control_tokens", False)
+    return not parses and _guarded_copy(tokenizer, str(tokenizer.chat_template)) is not None
+
+
+def _names(tokenizer: Any) -> list[str]:
+    """The control tokens that text may spell; a single character or white space is text in any case."""
+    return [name for name in control_tokens(tokenizer) if len(name.strip()) > 1]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from (*_texts(key), *_texts(inner))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, replace): _replaced(inner, replace) for key, inner in value.items()}
+    return [_replaced(inner, replace) for inner in value] if isinstance(value, list | tuple) else value
+
+
+@lru_cache(maxsize=16)
+def _guarded_copy(tokenizer: Any, _: str) -> Any:
+    """The template is an argument because a tokenizer's may be replaced."""
+    names, backend = _names(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    new = {name: f"{name[0]}\ue000{_NONCE}\ue000{name[1:]}" for name in names}
+    marks = {name: f"rlcore{_NONCE}x{number}x" for number, name in enumerate(names)}
+    hide = _substitution({name: name for name in tokenizer.get_added_vocab()} | marks)
+    show = _substitution({name: name for name in tokenizer.get_added_vocab()} | new | {m: name for name, m in marks.items()})
+
+    def render(messages: Any, tools: Any = None, **options: Any) -> str:
+        hidden = _replaced(messages, hide), None if tools is None else _replaced(tools, hide)
+        return show(tokenizer.apply_chat_template(hidden[0], tools=hidden[1], **options))
+
+    made = copy.copy(tokenizer)
+    made._tokenizer = _renamed(backend, new)
+    made._special_tokens_map = {key: new.get(str(name), name) for key, name in tokenizer._special_tokens_map.items()}
+    made.apply_chat_template = render
+    ids = {name: control_tokens(tokenizer)[name] for name in names}
+    # A vocabulary that does not cover a name has unknown tokens for it.
+    is_text = all(token not in encode(name, made) or token == tokenizer.unk_token_id for name, token in ids.items())
+    return made if is_text and all(encode(new[name], made) == encode(name, tokenizer) for name in names) else None
+
+
+def _substitution(table: Mapping[str, str]) -> Callable[[str], str]:
+    """Replaces the keys of a table in a text, the longest first."""
+    pattern = re.compile("|".join(map(re.escape, sorted(table, key=len, reverse=True))))
+    return lambda text: pattern.sub(lambda found: table[found.group()], text)
+
+
+def _renamed(backend: Any, new: Mapping[str, str]) -> Any:
+    """A copy of a `tokenizers.Tokenizer` with other names for some tokens, which have the same ids."""
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        token["content"] = new.get(token["content"], token["content"])
+    model = state["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {new.get(name, name): token for name, token in model["vocab"].items()}
+    else:
+        model["vocab"] = [[new.get(name, name), score] for name, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if "".join(pair).replace(" ", "") not in new]
+    if model.get("unk_token") in new:
+        model["unk_token"] = new[model["unk_token"]]
+    return type(backend).from_str(json.dumps(state))
