@@ -189,6 +189,19 @@ def test_verl_rows_have_their_answers_and_pass_the_rest_to_the_environment(prepa
     assert form.keys["env_keys"] == ["data_source", "extra_info", "reward_model.ground_truth"]
 
 
+@pytest.mark.parametrize("key", ["question", "prompt"])
+def test_no_prompt_is_added_to_rows_that_ask_for_a_box(tmp_path, key):
+    asked = "{}+1= Put the answer in \\boxed{{}}."
+    rows = [{key: asked.format(a), "answer": str(a + 1)} for a, _, _ in SUMS]
+    rows = rows if key == "question" else [{**row, key: [{"role": "user", "content": row[key]}]} for row in rows]
+    done = rlcore("init", write(tmp_path / "boxes.jsonl", rows), "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())
+    assert "prompt" not in config["data"]
+    assert config["env"] == {"math": {}}
+    assert "overlong_filtering" not in config["grpo"]
+
+
 @pytest.mark.parametrize("label", [True, "false", 1])
 def test_unpaired_feedback_is_named_with_what_to_do(tmp_path, label):
     rows = [{"prompt": "1+1=", "completion": "2", "label": label}] * 3

@@ -143,7 +143,7 @@ def _starter(
 ) -> Starter:
     """What the config is made from, as far as it follows from the options and the rows; `grades`: `math` may be used."""
     from rlcore_cli.starter.config_values import Starter, are_mathematical
-    from rlcore_cli.starter.row_format import has_system_messages, has_text_prompts
+    from rlcore_cli.starter.row_format import has_system_messages, has_text_prompts, prompts_ask_for_box
 
     is_math = grades and ("record_fn" in form.keys or are_mathematical(_answers(train, form)))
     return Starter(
@@ -159,6 +159,7 @@ def _starter(
         is_small=False,
         longest_row=1,
         positions=None,
+        prompts_ask_for_box=prompts_ask_for_box(train.rows, form),
         has_text_prompts=has_text_prompts(train.rows, form),
         has_system_messages=has_system_messages(train.rows, form),
         run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,

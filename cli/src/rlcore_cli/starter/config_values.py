@@ -90,6 +90,8 @@ class Starter:
     """Whether bad rows are skipped."""
     has_text_prompts: bool = True
     """Whether prompts are texts and not messages, so that a prompt config can contain them."""
+    prompts_ask_for_box: bool = False
+    """Whether the prompts of the data ask for the answer in \\boxed{}."""
     has_system_messages: bool = False
     """Whether conversations of the data begin with a system message, which one of the config would not replace."""
 
@@ -101,7 +103,12 @@ class Starter:
     @property
     def asks_for_format(self) -> bool:
         """Whether the config may add a prompt that asks for the answer in a format."""
-        return self.reads_requests and not self.has_system_messages
+        return self.reads_requests and not self.has_system_messages and not self.prompts_ask_for_box
+
+    @property
+    def requires_box(self) -> bool:
+        """Whether `math` reads only what is in a box, which a prompt asks for."""
+        return self.asks_for_format or self.prompts_ask_for_box
 
     @property
     def may_reason(self) -> bool:
@@ -168,7 +175,7 @@ def config_values(starter: Starter) -> dict[str, Any]:
     values: dict[str, Any] = {starter.algorithm: _algorithm(starter), "policy": _policy(starter), "data": _data(starter)}
     if starter.samples:
         section: dict[str, Any] = (
-            ({} if starter.asks_for_format else {"require_box": False})
+            ({} if starter.requires_box else {"require_box": False})
             if starter.math
             else {"reward_fn": reward_function(has_answers=starter.form.answer_key is not None)}
         )
@@ -191,7 +198,7 @@ def _algorithm(starter: Starter) -> dict[str, Any]:
     size = min(8 if starter.algorithm != "sft" else 16, _training_rows(starter))
     steps: dict[str, Any] = {"max_num_steps": 100}
     steps |= {"num_prompts_per_step": size, "num_generations_per_prompt": 8} if starter.samples else {"global_batch_size": size}
-    if starter.samples and starter.math and not starter.asks_for_format:
+    if starter.samples and starter.math and not starter.requires_box:
         steps["overlong_filtering"] = True
     if starter.validates:
         steps |= {"val_period": 20, "val_at_start": True, "val_at_end": True, "max_val_samples": 64}

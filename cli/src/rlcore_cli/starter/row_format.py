@@ -232,6 +232,11 @@ def has_text_prompts(rows: Sequence[Row], form: RowFormat) -> bool:
     return "record_fn" not in form.keys and _most_have(rows, form.keys.get("input_key") or "question", str)
 
 
+def prompts_ask_for_box(rows: Sequence[Row], form: RowFormat) -> bool:
+    """Whether most prompts ask for the answer in a box."""
+    return _most(rows, lambda row: "\\boxed" in str(field_value(row, form.keys.get("input_key") or "question")))
+
+
 def has_system_messages(rows: Sequence[Row], form: RowFormat) -> bool:
     """Whether the messages of a row begin with a system message."""
     prompts = [field_value(row, form.keys.get("input_key") or "question") for row in rows]
