@@ -20,6 +20,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+from rl_backends_hf.gguf import restore_config
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_head, prepare_head
@@ -314,6 +315,8 @@ def _load_config(name: str, options: HFModelConfig) -> PretrainedConfig:
     config: PretrainedConfig = _with_explained_errors(
         name, options, lambda: read_model_config(name, trust_remote_code=options.trust_remote_code)
     )
+    if is_gguf(name):
+        restore_config(config, Path(name).expanduser())
     fields = sorted(config.to_dict())
     for key, value in options.config_overrides.items():
         if not hasattr(config, key):

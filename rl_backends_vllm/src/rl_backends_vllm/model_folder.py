@@ -56,6 +56,8 @@ def model_files(
     is_gguf = Path(model_name).suffix == ".gguf"
     source, revision = model_source(model_name)
     hf_config = read_config(model_name, trust_remote_code=trust_remote_code)
+    if is_gguf:
+        _refuse_rope_scaling(Path(model_name).expanduser())
     tokenizer = find_tokenizer(model_name, TokenizerConfig(name=tokenizer_name), trust_remote_code=trust_remote_code)
     # vLLM would read a tokenizer that `find_tokenizer` has corrected as it is in its folder.
     writes_tokenizer = tokenizer is not None and (is_gguf or tokenizer_name is not None or tokenizer.is_corrected)
@@ -89,6 +91,19 @@ def read_config(model_name: str, *, trust_remote_code: bool) -> Any:
         return read_model_config(model_name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
+
+
+def _refuse_rope_scaling(file: Path) -> None:
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    metadata, tensors = read_gguf_metadata(str(file))
+    scaled = [key for key, value in metadata.items() if key.endswith(".rope.scaling.factor") and value != 1.0]
+    scaled += [f"the tensor {name}" for name in tensors if name.startswith("rope_")]
+    if scaled:
+        raise ConfigError(
+            f"policy.generation: {file} has rope scaling ({scaled[0]}), which is not in the config that Transformers reads for "
+            "vLLM. Use the folder of the model that the file was made from, or `policy.generation.backend: hf`."
+        )
 
 
 def _generation_config(source: str, revision: str | None) -> Any:

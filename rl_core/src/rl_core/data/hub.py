@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -36,13 +37,11 @@ def published_file(name: str, file: str) -> Path | None:
     from transformers.utils import cached_file
 
     location, options = pretrained_location(name)
-    if "gguf_file" in options:
-        return None
-    try:
-        found = cached_file(location, file, **options, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # the model is not there at all
-        return None
-    return None if found is None else Path(found)
+    with suppress(OSError):  # the model is not there at all
+        there: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False, **options}
+        if "gguf_file" not in options and (found := cached_file(location, file, **there)):
+            return Path(found)
+    return None
 
 
 def read_model_config(name: str, *, trust_remote_code: bool = False) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import pickle
 import re
 from collections.abc import Mapping
@@ -20,6 +19,10 @@ from rl_core.plugins.component import nearest
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
 _PIPELINE = ("normalizer", "pre_tokenizer", "decoder")
 _BPE = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "ignore_merges")
+# Ways to split text in llama.cpp: with whole words before merges and a start token by default; and those that split as GPT-2
+# does, or also split off digits, which no merge of such a vocabulary joins.
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+_GPT2 = (None, "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "roberta-bpe", "smollm", "starcoder")
 
 
 def load_tokenizer(
@@ -51,6 +54,8 @@ def load_tokenizer(
         location, options = pretrained_location(str(name_or_path))
         loaded = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
         tokenizer = _corrected(loaded, str(name_or_path))
+        if "gguf_file" in options:
+            _restore(tokenizer, Path(name_or_path).expanduser())
     except ImportError as error:
         raise DataError(f"reading {str(name_or_path)!r} requires a package that is not installed: {error}") from error
     except (OSError, ValueError) as error:
@@ -84,11 +89,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _corrected(tokenizer: Any, name: str) -> Any:
-    """The tokenizer of `tokenizer.json` if Transformers built another one for the name of its class; else the same one.
-
-    Classes such as LlamaTokenizer take only the vocabulary and the post-processor from the file. The attribute `is_corrected`
-    says which one it is.
-    """
+    """The tokenizer of `tokenizer.json` if a class such as LlamaTokenizer has taken only its vocabulary; else the same one."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind, tokenizer.is_corrected = type(tokenizer), False
@@ -96,9 +97,9 @@ def _corrected(tokenizer: Any, name: str) -> Any:
     if not builds or (file := published_file(name, "tokenizer.json")) is None:
         return tokenizer
     both = tokenizer.backend_tokenizer, _without_vocabulary(file)
-    pipelines = (pickle.dumps([getattr(each, name) for name in _PIPELINE]) for each in both)
-    settings = ([getattr(each.model, name, None) or None for name in _BPE] for each in both)
-    if not (operator.eq(*pipelines) and operator.eq(*settings)):
+    settings = [[getattr(each.model, key, None) or None for key in _BPE] for each in both]
+    pipelines = [pickle.dumps([getattr(each, key) for key in _PIPELINE]) for each in both]
+    if settings[0] != settings[1] or pipelines[0] != pipelines[1]:
         location, options = pretrained_location(name)
         corrected = Fast.from_pretrained(location, **options)
         corrected.is_corrected, words = True, corrected.get_vocab()
@@ -107,6 +108,24 @@ def _corrected(tokenizer: Any, name: str) -> Any:
                 setattr(corrected, each, token)
         return corrected
     return tokenizer
+
+
+def _restore(tokenizer: Any, file: Path) -> None:
+    """Set what llama.cpp reads from a GGUF file and Transformers ignores: start and end tokens, whole words."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping, read_gguf_metadata
+
+    values, backend = read_gguf_metadata(str(file))[0], tokenizer.backend_tokenizer
+    kind, split = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
+    if kind == "gpt2" and split not in (*gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2):
+        raise ValueError(f"Transformers does not split text as the file says (tokenizer.ggml.pre: {split})")
+    prepends = getattr(backend.pre_tokenizer, "prepend_scheme", "never") != "never"
+    if prepends and not values.get("tokenizer.ggml.add_space_prefix", True):
+        raise ValueError("Transformers adds a space, and the file says no (tokenizer.ggml.add_space_prefix)")
+    if split in _WHOLE_WORDS:
+        backend.model.ignore_merges = True
+    adds_bos = values.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
+    tokenizer.add_bos_token = bool(adds_bos and tokenizer.bos_token)
+    tokenizer.add_eos_token = bool(values.get("tokenizer.ggml.add_eos_token"))
 
 
 def _without_vocabulary(file: Path) -> Any:
