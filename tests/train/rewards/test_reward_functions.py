@@ -170,13 +170,19 @@ def test_wrong_results_are_errors_that_say_what_was_returned(function, says):
     ("function", "says"),
     [
         (lambda question, completion: 0.0, "requires 'question', but only gets prompt, completion, messages, completion_ids"),
-        (lambda completions, trainer_state: [], "requires 'trainer_state', but only gets prompts, completions"),
+        (lambda completions, answer: [], "requires 'answer', but only gets prompts, completions"),
     ],
 )
 def test_missing_parameters_are_errors_that_list_what_there_is(function, says):
     with pytest.raises(ConfigError, match="env_keys") as caught:
         score(function, ["a"])
     assert says in str(caught.value)
+
+
+def test_parameters_that_only_trl_passes_are_not_looked_for_in_the_data():
+    with pytest.raises(ConfigError, match="Only TRL passes trainer_state: give such parameters a default") as caught:
+        score(lambda completions, trainer_state: [], ["a"])
+    assert "env_keys" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ ROW_ARGUMENTS = ("prompt", "completion", "messages", "completion_ids")
 """Arguments of a function of one row besides the row's own fields: two texts, the whole conversation, sampled tokens."""
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of a function of a batch besides the fields of the rows: lists of texts, or of lists of messages, and of tokens."""
+_ONLY_IN_TRL = ("environments", "log_extra", "log_metric", "trainer_state")
 _EXPECTED = "Return a finite number, a dict of such numbers by name, or None for a row that must not be scored."
 
 
@@ -88,11 +89,13 @@ class RewardFunction:
         missing = sorted(self.required - set(arguments) - set(fields))
         if missing:
             has = ", ".join([*arguments, *sorted(fields)])
-            raise ConfigError(
-                f"{self.label} requires {', '.join(map(repr, missing))}, but only gets {has}. Rename the parameter, give it a "
-                "default, or name the field of the data in `env_keys` of the dataset, such as "
-                f"`env_keys: [{', '.join(missing)}]` (`output_key` for expected_answer)."
+            remedy = (
+                "Rename the parameter, give it a default, or name the field of the data in `env_keys` of the dataset, such as "
             )
+            remedy += f"`env_keys: [{', '.join(missing)}]` (`output_key` for expected_answer)."
+            if of_trl := sorted({*_ONLY_IN_TRL} & {*missing}):
+                remedy = f"Only TRL passes {', '.join(of_trl)}: give such parameters a default."
+            raise ConfigError(f"{self.label} requires {', '.join(map(repr, missing))}, but only gets {has}. {remedy}")
 
     def score(self, rows: Sequence[Row], *, as_messages: bool) -> list[Rewards | None]:
         """The rewards of each row by a function that is not async; None if the function does not apply.
