@@ -17,6 +17,7 @@ NAMES = [
     "generation_prompt_is_prefix",
     "turns_join",
     "end_of_turn_stops",
+    "token_rows",
     "untrained_embeddings",
     "tied_embeddings",
     "length_limit",

@@ -6,7 +6,7 @@ import torch
 from rl_core.errors import NotSupportedError
 from rl_train.diagnostics.diagnosis import DiagnosisStatus
 from rl_train.diagnostics.embedding_weights import read_embeddings
-from rl_train.diagnostics.embeddings import check_tied_embeddings, check_untrained_embeddings
+from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings
 
 EMBEDDINGS = "model.embed_tokens.weight"
 ZERO, STAR, SPACE = 3, 15, 17
@@ -73,6 +73,17 @@ def test_rows_beyond_the_tokenizers_ids_are_counted_and_no_fault(tokenizer):
     weight[:18] = torch.randn(18, 8, generator=torch.Generator().manual_seed(0))
     found = check_untrained_embeddings(weight, tokenizer=tokenizer)
     assert (found.status, found.details["rows_beyond_the_tokenizer"]) == (DiagnosisStatus.OK, 6)
+
+
+def test_tokens_without_a_row_are_a_failure_only_if_the_run_uses_one(tokenizer):
+    for rows, used, status in (
+        (24, (), DiagnosisStatus.OK),
+        (17, (), DiagnosisStatus.WARNING),
+        (17, (STAR, SPACE), DiagnosisStatus.FAILED),
+    ):
+        found = check_token_rows(torch.zeros(rows, 8), tokenizer=tokenizer, used_ids=used)
+        assert (found.status, found.details["missing"]) == (status, [SPACE] if rows == 17 else [])
+    assert "this run uses 1 token (17 " in found.found
 
 
 def test_a_long_list_is_cut_in_the_sentence_and_whole_in_the_details(tokenizer):

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from rl_train.data.unknown_tokens import WITHOUT_ROWS
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.diagnostics.embedding_weights import EmbeddingWeights
 
 UNTRAINED = "untrained_embeddings"
 TIED = "tied_embeddings"
+ROWS = "token_rows"
 _MOST_LISTED = 12
 _FAR = math.log(3.0)
 """A norm is an outlier if it is at least three times the median or at most a third of it, and also beyond `_SPREADS`."""
@@ -55,6 +57,32 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
         remedy="Use a chat template and prompts without them (many base models have the special tokens of their chat "
         "versions), or first train on text that contains them.",
         details=details,
+    )
+
+
+def check_token_rows(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collection[int] = frozenset()) -> Diagnosis:
+    """Compare the tokenizer's ids with the rows of the embedding.
+
+    Args:
+        weight: [V, H], the row of each token id.
+        tokenizer: its ids; more rows than ids are fine.
+        used_ids: ids in this run's prompts and template; one without a row is a failure, as are start, end and padding token.
+    """
+    rows = len(weight)
+    missing = sorted(number for number in tokenizer.get_vocab().values() if number >= rows)
+    if not missing:
+        found = f"all {len(tokenizer)} tokens have one of the {rows} rows of the embedding"
+        return Diagnosis(name=ROWS, status=DiagnosisStatus.OK, found=found, details={"rows": rows, "missing": []})
+    every_row = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    used = sorted(every_row.union(used_ids).intersection(missing))
+    return Diagnosis(
+        name=ROWS,
+        status=DiagnosisStatus.FAILED if used else DiagnosisStatus.WARNING,
+        found=(f"this run uses {_listed(used, tokenizer)}. " if used else "")
+        + f"without one of the {rows} rows of the embedding: {_listed(missing, tokenizer)}",
+        why="A row of the data that contains such a token cannot be computed.",
+        remedy=WITHOUT_ROWS,
+        details={"rows": rows, "missing": missing},
     )
 
 

@@ -12,7 +12,7 @@ from rl_train.diagnostics.chat_template import check_chat_template
 from rl_train.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.diagnostics.embedding_weights import read_embeddings
-from rl_train.diagnostics.embeddings import check_tied_embeddings, check_untrained_embeddings
+from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings
 from rl_train.diagnostics.length_limit import check_length_limit
 from rl_train.diagnostics.model_files import ModelFiles, read_model_files
 from rl_train.logprob_agreement import LogProbabilityAgreement, compare_log_probabilities
@@ -65,6 +65,7 @@ def _check_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: M
         )
         return
     used = {int(token) for row in plan.prompts.token_ids() for token in row}
+    yield check_token_rows(weights.input, tokenizer=plan.tokenizer, used_ids=used)
     yield check_untrained_embeddings(weights.input, tokenizer=plan.tokenizer, used_ids=used)
     yield check_tied_embeddings(weights, declared=files.tie_word_embeddings)
 
