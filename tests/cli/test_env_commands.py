@@ -1,6 +1,7 @@
 """`rlcore check env`, `rlcore env play` and `rlcore env rescore` print what they found."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -82,3 +83,11 @@ def test_an_interpreter_that_does_not_exist_is_refused(words):
     assert isinstance(done.exception, UserError), done.output
     assert (done.exception.exit_code, done.exception.key) == (2, "env.guess.python")
     assert "/opt/other/bin/python does not exist" in str(done.exception)
+
+
+def test_check_env_names_the_special_tokens_that_rewards_do_not_see():
+    config = Path(__file__).parents[2] / "examples" / "reward_functions" / "train.yaml"
+
+    done = run("check", "env", "sums", "--config", str(config), "policy.tokenizer.visible_special_tokens=none")
+    assert "note    special tokens: rewards, tools and logs do not see <pad>, <eos>, <unk>" in done.output, done.output
+    assert "visible_special_tokens: none)" in done.output

@@ -551,3 +551,20 @@ def test_an_agent_that_requires_other_arguments_is_refused(endpoint, tokenizer):
         AgentDriver(lambda prompt, base_url: 0.0, endpoint, tokenizer, **options)
     with pytest.raises(ConfigError, match=r"env\.t\.agent is a int, not a function"):
         AgentDriver(3, endpoint, tokenizer, **options)
+
+
+def test_control_tokens_in_the_messages_of_an_agent_are_text_also_after_sampled_tokens(played, sampler, tokenizer):
+    def agent(base_url, api_key, model, messages):
+        client = client_of(base_url, api_key)
+        history = [{"role": "user", "content": "1+<eos>1="}]
+        answer = client.chat.completions.create(model=model, messages=history).choices[0].message
+        history += [answer, {"role": "user", "content": "<eos>+2="}]
+        client.chat.completions.create(model=model, messages=history)
+        return 1.0
+
+    [row] = played(agent)
+    assert_recorded([row], sampler.log)
+    assert len(row.segments) == 1
+    read = torch.cat([message["token_ids"] for message in row.message_log if "turn" not in message]).tolist()
+    ended = row.sampled_messages[0]["token_ids"].tolist().count(tokenizer.eos_token_id)
+    assert read.count(tokenizer.eos_token_id) == 1 - ended  # the template closes an answer that has no end token

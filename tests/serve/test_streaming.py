@@ -22,6 +22,7 @@ from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop, cut
 from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, SamplingPlan
 from rl_serve.served_model import started_model
+from rl_train.data.decoding import decode_answers, hidden_tokens
 
 QUESTION = [{"role": "user", "content": "ab"}]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -35,6 +36,7 @@ def pieces_of(text):
 
 def tokenizer_of(inner):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<answer>"]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -79,7 +81,7 @@ TOKENIZERS = {"bytes": byte_level(), "byte fallback": byte_fallback(), "metaspac
 def test_the_text_of_unfinished_completions_only_grows_and_begins_the_whole_text(kind, numbers):
     tokenizer = TOKENIZERS[kind]
     tokens = [number % len(tokenizer) for number in numbers]
-    whole = tokenizer.decode(tokens, skip_special_tokens=True)
+    [whole] = decode_answers(tokenizer, [tokens])
     reader = IncrementalText(tokenizer)
     texts = [reader.read(tokens[:length]) for length in range(len(tokens) + 1)]
     for text, longer in zip(texts, [*texts[1:], whole], strict=True):
@@ -130,11 +132,11 @@ def choices_of(tokenizer):
 def test_leading_spaces_of_words_are_part_of_the_bytes_and_the_text_of_tokens(kind, numbers, cut):
     tokenizer = TOKENIZERS[kind]
     tokens = [number % len(tokenizer) for number in numbers]
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    [text] = decode_answers(tokenizer, [tokens])
     assume("\N{REPLACEMENT CHARACTER}" not in text)
     # As in two events of a stream.
     entries = [*logprobs_of(tokenizer, tokens[:cut]), *logprobs_of(tokenizer, tokens[cut:], before=tokens[:cut])]
-    shown = [entry for entry in entries if entry["token_id"] not in tokenizer.all_special_ids]
+    shown = [entry for entry in entries if entry["token_id"] not in hidden_tokens(tokenizer)]
     assert bytes(byte for entry in shown for byte in entry["bytes"]).decode() == text
 
 

@@ -13,7 +13,7 @@ from rl_core.data.conversation_tokens import decode, encode
 from rl_core.data.tokenizer import load_tokenizer
 from rl_train.data.chat_template import conversation_tokens
 from rl_train.data.decoding import control_tokens
-from rl_train.data.guarded_text import guarded
+from rl_train.data.guarded_text import control_texts, guarded, keeps_text
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
 from rl_train.rollouts.history import Rendered
@@ -151,3 +151,23 @@ def test_observations_and_rendered_histories_forge_no_turns(tokenizer):
             counted(tokenizer, [*(rollout.token_ids().tolist() if prompt.continues else ()), *prompt.token_ids.tolist()])
         )
     assert found[0] == found[1]
+
+
+def test_a_tokenizer_that_cannot_keep_text_is_used_as_it_is():
+    class WithoutFile:
+        """As a tokenizer in Python code of a model: it has no `tokenizer.json`."""
+
+        chat_template, name_or_path, unk_token_id = None, "", None
+        bos_token, eos_token, pad_token, unk_token = None, "</s>", None, None
+        eos_token_id = 1
+
+        def get_added_vocab(self):
+            return {"</s>": 1}
+
+        def convert_tokens_to_ids(self, name):
+            return self.get_added_vocab()[name]
+
+    tokenizer = WithoutFile()
+    assert control_texts(tokenizer, [{"role": "user", "content": "a</s>"}]) == ["</s>"]
+    assert not keeps_text(tokenizer)
+    assert guarded(tokenizer, "a</s>") is tokenizer
