@@ -61,12 +61,39 @@ def test_wrong_options_of_env_play_are_refused():
         assert says in str(done.exception)
 
 
-def test_env_play_of_an_environment_with_tools_names_the_commands_that_can_run_it(tmp_path):
+def test_env_play_plays_environments_with_tools(tmp_path):
+    rows, script = tmp_path / "rows.jsonl", tmp_path / "answers.txt"
+    rows.write_text('{"prompt": "2+2?", "expected_answer": "4"}\n')
+    script.write_text('I use it.\\n/call calculator {"expression": "2+2"}\n/call calculator 2+2\n\\boxed{4}\n')
+    done = run("env", "play", "tools", "--rows", str(rows), "--script", str(script))
+    assert done.exit_code == 0, done.output
+    assert "tool: 4\n" in done.output
+    assert "tool: Error: the arguments of calculator are not a JSON object" in done.output
+    assert "total reward 1 after 3 turns" in done.output
+
+
+def test_check_env_calls_tools_and_names_the_line_of_one_that_always_raises(tmp_path, monkeypatch):
+    module = (
+        "from typing import Literal\n"
+        "from rl_core.environments import Score\n"
+        "from rl_envs.tools.environment import ToolsEnvironment\n\n"
+        "def works(kind: Literal['a', 'b'], size: int = 3) -> int:\n    return size\n\n"
+        "def unknown(text: str) -> str:\n    return text\n\n"
+        "def buggy(kind: Literal['a']) -> int:\n    return kind + 1\n"
+    )
+    (tmp_path / "tools_with_a_bug.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "2+2?", "expected_answer": "4"}\n')
-    done = run("env", "play", "tools", "--rows", str(rows))
-    assert done.exit_code != 0
-    assert "`rlcore check env tools`" in str(done.exception)
+    given = ("check", "env", "tools", "--rows", str(rows))
+    done = run(*given, "tools=[tools_with_a_bug.works, tools_with_a_bug.unknown]")
+    assert "ok      tools: called, with the number of calls: works (1); not called, because neither rows nor" in done.output
+    assert done.output.count("have arguments: unknown") == 1
+    done = run(*given, "tools=[tools_with_a_bug.buggy]")
+    assert done.exit_code == 1
+    assert (
+        f"the tool buggy raised TypeError at {tmp_path}/tools_with_a_bug.py:12 in all 1 calls: Error: TypeError" in done.output
+    )
 
 
 def test_check_env_refuses_a_class_that_is_not_an_environment(tmp_path):

@@ -44,7 +44,7 @@ def play_env(
     """Play one rollout against an environment and print each turn, message and reward.
 
     By default, you type one line per turn; Ctrl-D ends the rollout. The random player answers with a word or number of the
-    conversation.
+    conversation. In an environment with tools, a line `/call NAME {"argument": 1}` of an answer calls a tool.
 
     Example:
         rlcore env play guess
@@ -58,12 +58,6 @@ def play_env(
     if (kind is PlayerKind.SCRIPT) != (script is not None):
         raise UserError("--player script and --script FILE belong together: give both or neither.")
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=row + 1)
-    if trial.reads_tool_calls:
-        raise UserError(
-            f"The environment {name!r} has tools. Their calls are parsed from the tokens of a model, and a player has none. "
-            f"Use `rlcore check env {name}` for the environment without a model, or `rlcore eval CONFIG` to run it with the "
-            "model of a config."
-        )
     if row >= len(trial.rows):
         raise UserError(f"--row {row}: there are only {len(trial.rows)} rows, numbered from 0.")
     answers = _lines_of(script) if script is not None else []
@@ -78,7 +72,15 @@ def play_env(
     total, number, ended, limit = 0.0, 0, False, turns or trial.max_turns
     try:
         for number, turn in enumerate(
-            play(environment, trial.task, chosen, players[kind], max_turns=limit, on_open=_print_messages),
+            play(
+                environment,
+                trial.task,
+                chosen,
+                players[kind],
+                max_turns=limit,
+                on_open=_print_messages,
+                has_tools=trial.reads_tool_calls,
+            ),
             start=1,
         ):
             if kind is not PlayerKind.PERSON:

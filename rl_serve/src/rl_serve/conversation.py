@@ -46,7 +46,8 @@ class Conversation:
     ) -> None:
         self._model, self._engine = model, engine
         self._chat = ChatFormat(model.tokenizer)
-        self._filler, self.cut_at = filler or PromptFiller(None), None
+        self._filler = filler or PromptFiller(None)
+        self.cut_at: int | None = None
         self._system, self._temperature, self._max_tokens = system, temperature, max_tokens
         self._messages: list[dict[str, Any]] = []
         self.reset()

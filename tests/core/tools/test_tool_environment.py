@@ -247,3 +247,19 @@ def test_a_row_whose_tool_is_unavailable_ends_and_is_not_scored(caplog):
     assert made.metadata[0]["tool_use"]["problems"] == {}
     assert "Services: a row has failed, because a tool is unavailable: Error: the service is down" in caplog.text
     assert made.failures == ["Error: the service is down", None]
+
+
+def fails_for_odd_numbers(x: int) -> int:
+    return [x][x % 2]
+
+
+def test_a_tool_that_raises_the_same_exception_in_most_calls_is_reported_once_with_its_line(own_messages):
+    class Fails(Answers):
+        functions = (fails, fails_for_odd_numbers)
+
+    environment = Fails({"max_tool_turns": 100})
+    for x in range(24):
+        environment.step([asks(call("fails", x=x), call("fails_for_odd_numbers", x=x))], [None])
+    line = fails.__code__.co_firstlineno + 1
+    expected = f"Fails: the tool fails raised KeyError at {__file__}:{line} in 10 of its 10 calls"
+    assert [text.partition(",")[0] for text in own_messages() if "raised" in text] == [expected]

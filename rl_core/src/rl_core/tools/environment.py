@@ -21,6 +21,8 @@ from rl_core.tools.specs import Tool
 
 _log = logging.getLogger("rlcore.tools")
 _STATE = "tool_use"
+_MANY_RAISED = 10
+"""Number of equal exceptions of a tool after which it is reported."""
 PENALTY = "invalid_calls"
 """Name of the reward that contains the penalties of invalid calls."""
 
@@ -49,6 +51,7 @@ class ToolEnvironment(EnvironmentInterface):
     def __init__(self, config: ToolEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         self.config = self._read(config)
         self.tools = _by_name(self.functions_of(self.config), type(self).__name__)
+        self._ran: Counter[tuple[str, str]] = Counter()  # by tool and exception; all calls of a tool have no exception
         self._runner = CallRunner(
             tools=self.tools,
             timeout_s=self.config.call_timeout_s,
@@ -81,7 +84,7 @@ class ToolEnvironment(EnvironmentInterface):
         calling = [row for row, own in enumerate(calls) if own and states[row]["turns"] < self.config.max_tool_turns]
         infos = [metadata[row] for row in calling for _ in calls[row]]
         sessions = [info.get(SESSION_KEY) if isinstance(info, Mapping) else None for info in infos]
-        results = iter(self._runner.run([call for row in calling for call in calls[row]], sessions))
+        results = iter(self.run_calls([call for row in calling for call in calls[row]], sessions))
         rows = {
             row: self._called(calls[row], [next(results) for _ in calls[row]], metadata[row], states[row]) for row in calling
         }
@@ -89,6 +92,17 @@ class ToolEnvironment(EnvironmentInterface):
             final = self.finish([message_log_batch[row] for row in ended], [_without_state(metadata[row]) for row in ended])
             rows |= {row: _finished(result, states[row]) for row, result in zip(ended, step_results(final), strict=True)}
         return environment_return([rows[row] for row in range(len(calls))])
+
+    def run_calls(self, calls: Sequence[ToolCall], sessions: Sequence[str | None] | None = None) -> list[CallResult]:
+        """As `CallRunner.run`; warns once of a tool that raises the same exception in most of its calls."""
+        results = self._runner.run(calls, sessions)
+        for name, result in zip((call["function"]["name"] for call in calls), results, strict=True):
+            self._ran.update({(name, ""), (name, result.raised)})
+            count, total = self._ran[name, result.raised], self._ran[name, ""]
+            if result.raised and count == _MANY_RAISED and count > total / 2:
+                what = f"the tool {name} raised {result.raised} in {count} of its {total} calls"
+                _log.warning("%s: %s, the last time: %s", type(self).__name__, what, result.content)
+        return results
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

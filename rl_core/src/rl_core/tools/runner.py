@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -51,11 +52,13 @@ class CallResult:
         content: The value as text, or the error.
         problem: Why the call is invalid; None for a valid one.
         is_unavailable: Whether the tool raised `ToolUnavailableError`.
+        raised: Type and line of another exception that the tool raised, such as `TypeError at my_tools.py:3`; else empty.
     """
 
     content: str
     problem: CallProblem | None = None
     is_unavailable: bool = False
+    raised: str = ""
 
     def message(self, call: ToolCall) -> Message:
         """The result as a message."""
@@ -135,7 +138,8 @@ class CallRunner:
             return CallResult(content=self._cut(_readable(f"Error: {raised}")), is_unavailable=True)
         if raised is not None:
             text = f"Error: {type(raised).__name__}: {raised}"
-            return CallResult(content=self._cut(_readable(text)), problem=CallProblem.EXCEPTION)
+            raised_at = _location(raised, tool)
+            return CallResult(content=self._cut(_readable(text)), problem=CallProblem.EXCEPTION, raised=raised_at)
         text = value if isinstance(value, str) else to_json(value, fallback=str, inf_nan_mode="constants").decode()
         return CallResult(content=self._cut(_readable(text)))
 
@@ -163,6 +167,13 @@ def _call(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
         return tool.function(**arguments), None
     except BaseException as error:  # also SystemExit, whose name the model reads
         return None, error
+
+
+def _location(error: BaseException, tool: Tool) -> str:
+    """The type of an exception, and the last line in the file of the tool."""
+    frames, code = traceback.extract_tb(error.__traceback__), getattr(inspect.unwrap(tool.function), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
+    return f"{type(error).__name__} at {own[-1].filename}:{own[-1].lineno}"
 
 
 def _readable(text: str) -> str:

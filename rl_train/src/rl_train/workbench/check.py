@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 from rl_core.errors import UserError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.messages import ToolCall
 from rl_core.testing.environments.checks import EnvironmentChecks
 from rl_core.testing.environments.trial import EnvironmentTrial
+from rl_core.testing.promises import Found
+from rl_core.tools.environment import ToolEnvironment
+from rl_core.tools.specs import Tool
 from rl_train.data.decoding import hidden_tokens
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.rollouts.drivers import describe_hidden
@@ -71,7 +75,42 @@ def _further_checks(
     yield from check_result("turns", lambda: _turns(trial, environment), passed=DiagnosisStatus.NOTE)
     if trial.reads_tool_calls:
         yield from check_result("tool calls", checks.tool_calls)
+    if isinstance(environment, ToolEnvironment):
+        yield from check_result("tools", lambda: _tools(trial, environment))
     yield from answer_checks(trial, environment)
+
+
+def _tools(trial: EnvironmentTrial, environment: ToolEnvironment) -> str:
+    """Calls each tool as the messages of the rows do, or with the values that its parameters name."""
+    given = [call for row in trial.rows for message in row.messages for call in message.get("tool_calls") or ()]
+    numbers: list[str] = []
+    left_out: list[str] = []
+    for name, tool in environment.tools.items():
+        calls = [call for call in given if call["function"]["name"] == name] or _example_calls(tool)
+        results = environment.run_calls(calls)
+        if calls and all(result.raised for result in results):
+            raise Found(f"the tool {name} raised {results[0].raised} in all {len(calls)} calls: {results[0].content}")
+        (numbers if calls else left_out).append(f"{name} ({len(calls)})" if calls else name)
+    found = [f"called, with the number of calls: {', '.join(numbers)}"] if numbers else []
+    missing = "not called, because neither rows nor the schema (`examples`, `enum`) have arguments: "
+    return "; ".join([*found, *([missing + ", ".join(left_out)] if left_out else [])])
+
+
+def _example_calls(tool: Tool) -> list[ToolCall]:
+    """One call with the values that the schema of each required parameter names; none if one names no value."""
+    schema = tool.spec["function"].get("parameters", {})
+    arguments = {}
+    for name in schema.get("required", ()):
+        parameter = schema["properties"][name]
+        values = [
+            *parameter.get("examples", ()),
+            *parameter.get("enum", ()),
+            *(parameter[key] for key in ("const",) if key in parameter),
+        ]
+        if not values:
+            return []
+        arguments[name] = values[0]
+    return [ToolCall(type="function", function={"name": tool.name, "arguments": arguments})]
 
 
 def _name(environment: EnvironmentInterface) -> str:

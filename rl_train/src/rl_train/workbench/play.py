@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.interfaces.messages import messages_of
+from rl_core.interfaces.messages import ToolCall, messages_of
 from rl_core.testing.environments.local_rollouts import LocalRollouts
 from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow
 
@@ -20,6 +21,7 @@ OnOpen = Callable[[Sequence[Mapping[str, Any]]], None]
 
 REPEATED_TURNS = 20
 """Maximum number of turns of a rollout whose answers are all equal."""
+_CALL = re.compile(r"^/call[ \t]+(\S+)[ \t]*(.*)$", re.MULTILINE)
 _PIECE = re.compile(r"[A-Za-z]+|-?\d+")
 
 
@@ -46,6 +48,7 @@ def play(
     *,
     max_turns: int,
     on_open: OnOpen = lambda messages: None,
+    has_tools: bool = False,
 ) -> Iterator[PlayedTurn]:
     """Yields each turn until the environment ends the rollout, `max_turns` is reached, or the player stops.
 
@@ -56,13 +59,15 @@ def play(
         player: answers.
         max_turns: maximum number of turns.
         on_open: called with the messages that the environment adds to the prompt.
+        has_tools: whether lines `/call NAME ARGUMENTS` of an answer are tool calls; the arguments are a JSON object.
     """
     with LocalRollouts(environment, task, [row], session="play") as rollouts:
         on_open(rollouts.logs[0][len(row.messages) :])
         for _ in range(max_turns):
             if rollouts.ended[0] or (answer := player(rollouts.logs[0])) is None:
                 return
-            result = rollouts.answer({0: answer})[0]
+            text, calls = _with_calls(answer) if has_tools else (answer, [])
+            result = rollouts.answer({0: text}, **({"tool_calls": calls} if calls else {}))[0]
             yield PlayedTurn(
                 answer=answer,
                 rewards=result.rewards,
@@ -71,6 +76,21 @@ def play(
                 ended=result.terminated,
                 replies=[] if result.terminated else messages_of(result.observation),
             )
+
+
+def _with_calls(answer: str) -> tuple[str, list[ToolCall]]:
+    """The text of an answer, and its tool calls."""
+    calls = []
+    for number, (name, text) in enumerate(_CALL.findall(answer)):
+        call = ToolCall(type="function", id=f"call_{number}", function={"name": name, "arguments": {}})
+        try:
+            call["function"]["arguments"] = json.loads(text or "{}")
+            if not isinstance(call["function"]["arguments"], dict):
+                raise ValueError("expected an object")
+        except ValueError as error:
+            call["error"] = f"the arguments of {name} are not a JSON object: {error}"
+        calls.append(call)
+    return _CALL.sub("", answer).strip(), calls
 
 
 def repeated_answers(
