@@ -19,7 +19,8 @@ class PairsConfig(AlgorithmConfig):
     records_key: ClassVar[str | None] = "global_batch_size"
 
     global_batch_size: int = Field(default=32, ge=1)
-    """Number of pairs per step. `policy.train_global_batch_size` (in rows, two per pair) splits them into optimizer steps."""
+    """Number of pairs per step; the last step of an epoch may have fewer. `policy.train_global_batch_size` (in rows, two per
+    pair) splits them into optimizer steps."""
     val_batch_size: int = Field(default=128, ge=1)
     """Number of pairs per validation batch."""
 

@@ -19,7 +19,8 @@ class SFTConfig(AlgorithmConfig):
     records_key: ClassVar[str | None] = "global_batch_size"
 
     global_batch_size: int = Field(default=128, ge=1)
-    """Number of rows per step. `policy.train_global_batch_size` splits them into optimizer steps."""
+    """Number of rows per step; the last step of an epoch may have fewer. `policy.train_global_batch_size` splits them into
+    optimizer steps."""
     only_unmask_final: bool = False
     """Whether to train only on the last assistant message instead of all of them."""
     val_accuracy: bool = False
