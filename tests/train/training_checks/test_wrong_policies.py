@@ -44,6 +44,14 @@ def test_a_right_policy_trains_far_below_the_limits(train):
     assert not [name for step in metrics for name in step if name.startswith("checks/")]
 
 
+@pytest.mark.parametrize("policy", ["Policy", "Dynamic"])
+def test_a_policy_that_declares_the_factor_of_its_loss_trains_like_one_without(train, policy):
+    code, output, scaled = train({"policy": {"backend": f"wrong_plugins.policies.scales_as_declared.{policy}"}})
+    assert code == 0, output
+    _, _, plain = train(backend("right"))
+    assert [step["grad_norm"] for step in scaled] == pytest.approx([step["grad_norm"] for step in plain], rel=1e-4)
+
+
 def test_a_second_call_of_train_in_a_step_is_not_compared_with_the_engine(train):
     ppo = {
         "ppo": {"num_prompts_per_step": 8, "max_num_steps": 2, "ppo_epochs": 2},
@@ -52,3 +60,12 @@ def test_a_second_call_of_train_in_a_step_is_not_compared_with_the_engine(train)
     code, output, metrics = train(ppo, base={key: value for key, value in RUN.items() if key != "grpo"})
     assert code == 0, output
     assert all(step["agreement/mean"] < 1e-4 for step in metrics)
+
+
+def test_a_loss_that_is_not_finite_accuses_nobody_if_the_log_probabilities_agree(train):
+    code, output, metrics = train({"policy": {"backend": "nan_policy.Policy"}})
+    assert code == 1, output
+    assert metrics == []
+    assert "a loss was not finite, but no comparison is beyond its limit" in output
+    assert "Optimizer step 1 was not taken" in output
+    assert "disagree" not in output

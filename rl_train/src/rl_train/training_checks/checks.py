@@ -253,8 +253,12 @@ class _Watched:
             if any(each.refused for each in numbers.values()):
                 ending = _HELD if self.model.weight_version == version else _TAKEN_WITH_NAN
                 raise self._disagreement(first, numbers, limits, version, ending) from None
-            if numbers["engine"].doubtful:
-                self.checks.confirm(numbers["engine"], self.label)
+            if (engine := numbers.get("engine")) is not None and engine.doubtful:
+                self.checks.confirm(engine, self.label)
+            else:
+                _log.warning(
+                    "step %d: a loss was not finite, but no comparison is beyond its limit. Trying again.", self.checks.step()
+                )
             self.model.prepare_for_training()
             limits = self.checks.limits()
             result = self.train(rows, CheckedLoss(loss_fn, limits, model=self.key), **kwargs)
@@ -262,8 +266,7 @@ class _Watched:
         if any(each.refused for each in numbers.values()):
             ending = _TAKEN_WITH_NAN if result["metrics"][PREFIX + "held"] > 0 else _TAKEN
             raise self._disagreement(first, numbers, limits, version, ending)
-        engine = numbers.get("engine")
-        self.checks.count(engine, is_stale=is_stale)
+        self.checks.count(engine := numbers.get("engine"), is_stale=is_stale)
         if engine is not None and engine.doubtful and self.checks.weights is not None:
             self.checks.weights.request_canary()
         return result

@@ -101,7 +101,8 @@ class ExpectedCounts:
         for name, reduction in _EXTREMES.items():
             found, expected = metrics[PREFIX + name], self.computed[name]
             if self.computed["rows"] and round(found) != round(expected):
-                how = "sum" if found > self.computed["last_row"] else "mean, or that of one microbatch"
+                is_sum = metrics[PREFIX + "last_row"] > self.computed["last_row"]
+                how = "sum" if is_sum else "mean, or that of one microbatch"
                 raise BrokenPromiseError(
                     f"Step {step}: `train` of {label} returned {found:g} as a metric of the loss whose {reduction} over "
                     f"microbatches, ranks and optimizer steps is {expected:g}; this may be the {how}. It must reduce "

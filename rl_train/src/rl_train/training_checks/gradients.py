@@ -11,6 +11,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.loss import LossFunction, Reduction
+from rl_core.testing.policies.batch import NanGradientLoss
 
 NEGLIGIBLE = 1e-9
 """A reported gradient norm up to which the gradient of the loss is computed, to see whether it is zero too."""
@@ -33,8 +34,9 @@ def observe(loss: torch.Tensor, rows: torch.Tensor, model: str) -> dict[str, tor
         rows: scalar, number of rows that `loss` is computed for.
         model: key of the model, unique in this process.
     """
-    seen = _seen.setdefault(model, rows.new_tensor([_NOTHING_SEEN, -_NOTHING_SEEN]))
-    reached = torch.zeros_like(rows)
+    if model not in _seen:
+        _seen[model] = rows.new_tensor([_NOTHING_SEEN, -_NOTHING_SEEN])
+    seen, reached = _seen[model], torch.zeros_like(rows)
 
     def record(gradient: torch.Tensor) -> None:
         gradient = gradient.detach().float().reshape(())
@@ -65,19 +67,6 @@ def check_observed(smallest: float, largest: float, rows: float, *, of_rows: flo
             f"{where} computed the gradient of the loss of {round(rows)} rows only, but {round(of_rows)} rows have a gradient. "
             "It must run the backward pass for the loss of each microbatch."
         )
-
-
-class NanGradientLoss(LossFunction):
-    """A loss of 0 whose gradient is NaN in the first microbatch of each rank."""
-
-    def __init__(self, rows_per_unit: int) -> None:
-        self.rows_per_unit, self._is_first = rows_per_unit, True
-
-    def __call__(self, next_token_logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss, without metrics."""
-        is_first, self._is_first = self._is_first, False
-        mean = next_token_logprobs.mean()
-        return ((mean * 0.0).sqrt() if is_first else mean - mean.detach()), {}
 
 
 def check_accumulation(

@@ -16,7 +16,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterfac
 from rl_core.plugins.component import Kind
 from rl_core.testing.comparisons import check_logprobs, check_unchanged
 from rl_core.testing.outputs.models import scored
-from rl_core.testing.policies.batch import NUM_ROWS, KitLoss, make_rows, with_filler
+from rl_core.testing.policies.batch import NUM_ROWS, KitLoss, NanGradientLoss, make_rows, with_filler
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
 from rl_core.testing.reference.model import log_distributions, make_weights, save_model
 from rl_core.testing.reference.sender import transfer
@@ -252,12 +252,14 @@ class PolicyConformance(Conformance[_Subject]):
                 raise Found(f"the fingerprint is {found}, and that of the sent tensors {expected}.")
             self._stepped(make_rows(seed=14))
 
-    @promise("A loss that is not finite is a `NonFiniteError`; weights and version are unchanged.", after=_VERSION)
+    @promise("A loss or gradient that is not finite is a `NonFiniteError`; weights and version are unchanged.", after=_VERSION)
     def test_a_step_that_is_not_finite_is_refused(self) -> None:
         rows = make_rows(seed=12)
         rows["advantages"][0] = torch.nan
         with must_raise(NonFiniteError, otherwise="it took a step on a loss of NaN."):
             self._policy.train(rows, KitLoss())
+        with must_raise(NonFiniteError, otherwise="it took a step on a gradient of NaN of a finite loss."):
+            self._policy.train(make_rows(seed=12), NanGradientLoss(1))
         self._check_state("after a refused step")
 
     @promise("`shutdown` may be called twice.")
