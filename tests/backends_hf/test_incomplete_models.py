@@ -113,6 +113,8 @@ def test_a_head_that_tying_replaces_is_not_missing_but_one_that_differs_is_refus
     model_folders.edit_weights(tmp_path / form, lambda tensors: tensors["lm_head.weight"].add_(1))
     with pytest.raises(WorkerError, match=r"differs from .*, although `tie_word_embeddings` is true"):
         HuggingFacePolicy(str(tmp_path / form)).wait_ready()
+    with pytest.raises(UserError, match=r"differs from .*, although `tie_word_embeddings` is true"):
+        check_files(str(tmp_path / form))
 
 
 def test_tensors_that_published_models_have_in_addition_are_named_once_and_not_an_error(tmp_path, caplog):

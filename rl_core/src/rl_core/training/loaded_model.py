@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from rl_core.data.hub import pretrained_location
 from rl_core.errors import UserError
@@ -64,7 +64,9 @@ def check_loaded(model: Any, report: Mapping[str, Any], *, name: str, error: typ
     wrong = [(key, "unused, although the model has other tensors of this layer") for key in unused if _parent(key) in layers]
     for key, stored, needed in report["mismatched_keys"]:
         wrong.append((key, f"has shape {tuple(stored)}, but the model needs {tuple(needed)}"))
-    untied = model.get_expanded_tied_weights_keys(all_submodels=True).items() - model.all_tied_weights_keys.items()
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    on_meta = model.device.type == "meta"
+    untied = {pair for pair in tied if _differ(name, *pair)} if on_meta else tied - model.all_tied_weights_keys.items()
     wrong += [(key, f"differs from {other}, although `tie_word_embeddings` is true") for key, other in untied]
     wrong += [(key, "missing") for key in missing]
     if wrong:
@@ -142,6 +144,15 @@ def exact_attention(config: Any, model_class: Any = None) -> str:
 def weights_file(name: str) -> Path | None:
     """The weights of a local folder, or their index; None if there are none, or `name` is not a folder."""
     return next((path for each in _FILES if (path := Path(name).expanduser() / each).is_file()), None)
+
+
+def _differ(name: str, one: str, other: str) -> bool:
+    """Whether the safetensors files of a folder have two tensors that differ."""
+    stored: dict[str, Any] = {}
+    for path in Path(name).expanduser().glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            stored |= {key: file.get_tensor(key) for key in {one, other}.intersection(file.keys())}
+    return len(stored) == 2 and not stored[one].equal(stored[other])
 
 
 def _parent(tensor: str) -> str:
