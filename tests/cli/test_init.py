@@ -555,3 +555,14 @@ def test_data_show_marks_the_tokens_that_are_trained(prepared):
     assert done.returncode == 0, done.stderr
     row = re.search(r"\| (\d+)\+(\d+)=(\d+)<eos>", done.stdout)
     assert f"trained: '{row[3]}<eos>'" in done.stdout
+
+
+def test_options_name_nested_fields(tmp_path):
+    rows = write(tmp_path / "rows.jsonl", [{"task": {"ask": f"{a}+{b}=", "key": {"sum": c}}} for a, b, c in SUMS])
+    done = rlcore(
+        *("init", rows, "--model", MODEL, "--output", tmp_path / "new", "--question", "task.ask", "--answer", "task.key.sum")
+    )
+    assert done.returncode == 0, done.stderr
+    train = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["data"]["train"]
+    assert (train["input_key"], train["output_key"]) == ("task.ask", "task.key.sum")
+    assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
