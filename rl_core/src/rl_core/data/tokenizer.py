@@ -22,7 +22,7 @@ _BPE = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_un
 # Ways to split text in llama.cpp: with whole words before merges and a start token by default; and those that split as GPT-2
 # does, or also split off digits, which no merge of such a vocabulary joins.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-_GPT2 = (None, "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "roberta-bpe", "smollm", "starcoder")
+_GPT2 = (None, "default", "gpt-2", "phi-2", "mpt", "olmo", "roberta-bpe", "smollm", "starcoder", "refact", "minerva-7b")
 
 
 def load_tokenizer(
