@@ -75,20 +75,21 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
 @lru_cache(maxsize=16)
 def _guarded_copy(tokenizer: Any, _: str) -> Any:
     """The template is an argument because a tokenizer's may be replaced."""
-    names, backend = _names(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
+    names, added = _names(tokenizer), {name: name for name in tokenizer.get_added_vocab()}
     new = {name: f"{name[0]}\ue000{_NONCE}\ue000{name[1:]}" for name in names}
     marks = {name: f"rlcore{_NONCE}x{number}x" for number, name in enumerate(names)}
-    hide = _substitution({name: name for name in tokenizer.get_added_vocab()} | marks)
-    show = _substitution({name: name for name in tokenizer.get_added_vocab()} | new | {m: name for name, m in marks.items()})
+    try:
+        backend = _renamed(tokenizer.backend_tokenizer, new)
+    except Exception:  # it has none, or parts in Python; the library has no class for its errors
+        return None
+    hide = _substitution(added | marks)
+    show = _substitution(added | new | {mark: name for name, mark in marks.items()})
 
     def render(messages: Any, tools: Any = None, **options: Any) -> str:
-        hidden = _replaced(messages, hide), None if tools is None else _replaced(tools, hide)
-        return show(tokenizer.apply_chat_template(hidden[0], tools=hidden[1], **options))
+        return show(tokenizer.apply_chat_template(_replaced(messages, hide), tools=_replaced(tools, hide), **options))
 
     made = copy.copy(tokenizer)
-    made._tokenizer = _renamed(backend, new)
+    made._tokenizer = backend
     made._special_tokens_map = {key: new.get(str(name), name) for key, name in tokenizer._special_tokens_map.items()}
     made.apply_chat_template = render
     ids = {name: control_tokens(tokenizer)[name] for name in names}

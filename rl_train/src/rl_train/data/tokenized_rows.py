@@ -13,7 +13,7 @@ from rl_train.data.guarded_text import control_texts, keeps_text
 from rl_train.data.holdout import row_location
 from rl_train.data.task_choice import TaskChoice
 
-_FIELDS = ("messages", "prompt", "chosen", "rejected", "tools")
+_FIELDS = ("messages", "prompt", "chosen", "rejected", "prefill", "tools")
 _log = logging.getLogger("rlcore")
 
 
@@ -64,4 +64,4 @@ class TokenizedRows(Sequence[Any]):
         parsed = f"becomes a control token, because {type(tokenizer).__name__} cannot tokenize it as text. Remove it"
         become = kept if keeps_text(tokenizer) else parsed
         where = f"{self._name}: {row_location(self.records, index)}"
-        _log.warning("%s has the text %s, which %s. %d such rows so far", where, ", ".join(names), become, count)
+        _log.warning("%s has the text %s, which %s. Rows with such text so far: %d", where, ", ".join(names), become, count)

@@ -120,9 +120,7 @@ class TurnFormatter:
         return render(messages, self._tokenizer, form=form, add_generation_prompt=next_answer, tools=tools)
 
 
-@lru_cache(maxsize=16)
-def _formatter(tokenizer: Any) -> TurnFormatter:
-    return TurnFormatter(tokenizer)
+_formatter = lru_cache(maxsize=16)(TurnFormatter)
 
 
 def _answers_before(messages: Sequence[Message]) -> list[dict[str, Any]]:
