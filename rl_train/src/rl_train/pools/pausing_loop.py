@@ -1,4 +1,4 @@
-"""An event loop that pauses for blocking calls, so that code of users runs where no other event loop runs."""
+"""An event loop that pauses for blocking calls, so that code of users never runs inside of it."""
 
 from __future__ import annotations
 
