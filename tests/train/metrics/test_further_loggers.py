@@ -260,6 +260,21 @@ def test_a_custom_logger_is_named_by_its_import_path_and_gets_its_keys_and_the_r
     assert (tmp_path / "lines.txt").read_text() == "3 {'reward/mean': 0.5}"
 
 
+def test_a_logger_with_async_methods_is_refused_because_nothing_awaits_them(tmp_path, monkeypatch, rlcore):
+    (tmp_path / "async_logger.py").write_text(
+        "from rl_train.metrics.logger import Logger\n"
+        "class Late(Logger):\n"
+        "    def __init__(self, *, config, folder): pass\n"
+        "    async def log_metrics(self, metrics, step): pass\n"
+        "    async def finish(self): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = config_file(tmp_path, "    async_logger.Late: {}\n")
+    code, output = rlcore("validate", path, "--deep")
+    assert code == 2
+    assert "cannot be used: it defines finish, log_metrics as async, but a run does not await" in output
+
+
 def test_a_logger_without_its_library_is_an_error_with_line_and_install_command(tmp_path, monkeypatch):
     everything = importlib.metadata.distribution
 

@@ -65,6 +65,9 @@ class Contract:
         missing = {method for method in self.methods if _lacks(target, method)}
         if missing := missing.union(getattr(target, "__abstractmethods__", ())):
             yield f"it does not define {', '.join(sorted(missing))}, which {self.caller} calls"
+        names = {name for base in self.bases if issubclass(target, base) for name in dir(base) if not is_async(base, name)}
+        if awaited := sorted(name for name in names if is_async(target, name)):
+            yield f"it defines {', '.join(awaited)} as async, but {self.caller} does not await its result"
         if issubclass(target, WeightTransport) and (problem := capability_problem(target.requires)) is not None:
             yield f"it `requires` {', '.join(map(repr, target.requires))}, but {problem.rstrip('.')}"
 
@@ -95,6 +98,11 @@ EVALUATION_CONTRACTS: Mapping[str, Contract] = {
     "policy": Contract(bases=(ColocatablePolicyInterface,), methods=("get_logprobs", *_WEIGHT_STATE), caller="an evaluation")
 }
 """The contract of the policy in an evaluation, which sends its weights to the engine and is not trained."""
+
+
+def is_async(owner: type, name: str) -> bool:
+    """Whether a class has an async method of this name."""
+    return inspect.iscoroutinefunction(getattr(owner, name, None))
 
 
 def kind_problem(component: Any, kind: Kind | None) -> str | None:
