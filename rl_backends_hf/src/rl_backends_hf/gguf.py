@@ -18,7 +18,7 @@ _SHAPES: Final = {
     "block_count", "embedding_length", "feed_forward_length", "expert_count", "expert_feed_forward_length", "vocab_size",
     "expert_shared_feed_forward_length", "context_length", "tensor_data_layout", "rope.scaling.type", "rope.scaling.finetuned",
 }  # fmt: skip
-"""Keys that the shapes of the tensors state too, or that have no effect of their own."""
+"""Keys that the shapes of the tensors state too, or that have no effect by themselves."""
 
 
 def restore_config(config: Any, file: Path) -> None:

@@ -120,7 +120,7 @@ def _restore(tokenizer: Any, file: Path) -> None:
         raise ValueError(f"Transformers does not split text as the file says (tokenizer.ggml.pre: {split})")
     prepends = getattr(backend.pre_tokenizer, "prepend_scheme", "never") != "never"
     if prepends and not values.get("tokenizer.ggml.add_space_prefix", True):
-        raise ValueError("Transformers adds a space, and the file says no (tokenizer.ggml.add_space_prefix)")
+        raise ValueError("Transformers adds a space, but the file forbids it (tokenizer.ggml.add_space_prefix)")
     if split in _WHOLE_WORDS:
         backend.model.ignore_merges = True
     adds_bos = values.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
