@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_core.environments.thinking import final_text
+from rl_core.environments.scorer import final_text
 from rl_envs.arithmetic.environment import ArithmeticEnvironment
 from rl_envs.guess.environment import GuessNumberEnvironment
 from rl_envs.instruction_following.environment import InstructionFollowingEnvironment

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.manager import PluginManager
 from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import name_collision
-from rl_core.plugins.static_lookup import missing_target
 
 SLOW_IMPORT_MS = 200.0
 _LONGEST_TEXT = 60

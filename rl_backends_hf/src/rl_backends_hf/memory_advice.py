@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
-from rl_core.interfaces.out_of_memory import halved
+from rl_core.interfaces.worker_context import halved
 
 
 def policy_advice(config: HFPolicyConfig, doing: str) -> str:
@@ -11,7 +11,7 @@ def policy_advice(config: HFPolicyConfig, doing: str) -> str:
 
     Args:
         config: the section of the model.
-        doing: the phase, as `rl_core.interfaces.out_of_memory.explaining_memory` names it.
+        doing: the phase, as `rl_core.interfaces.worker.explaining_memory` names it.
     """
     hf, keys = config.hf_cfg, []
     training = doing == "training"

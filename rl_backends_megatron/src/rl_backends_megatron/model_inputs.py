@@ -12,7 +12,7 @@ from rl_backends_megatron.context_parallel import packed_shard, row_shard
 from rl_backends_megatron.layers import PackedRows
 from rl_backends_megatron.parallel import Ranks
 from rl_core.backend import BatchedDataDict, MicrobatchSplitter, scored_tokens
-from rl_core.data.packed_layout import pack_rows
+from rl_core.data.shared_prefix import pack_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from rl_core.config.schema import GenerationConfig
 from rl_core.data.conversation_tokens import decode
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.out_of_memory import explaining_memory
+from rl_core.interfaces.worker_context import explaining_memory
 
 _SHARDS_OPTIMIZER: Final = "use_distributed_optimizer"
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_core.data.generation_io import Completion, Prompt
-from rl_core.data.stateless_rng import mix
+from rl_core.data.generation_io import Completion, Prompt, mix
 from rl_core.errors import DataError, RLCoreError
 
 GREEDY_TEMPERATURE = "rlcore_greedy_temperature"

@@ -22,8 +22,8 @@ from rl_core.data.tokenizer import find_tokenizer as find_tokenizer
 from rl_core.dispatch.generation import DistributedGeneration as DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy as DistributedPolicy
 from rl_core.dispatch.replica_rows import ROW_KEYS as ROW_KEYS
-from rl_core.dispatch.rows import pad_rows_to_multiple as pad_rows_to_multiple
-from rl_core.dispatch.rows import select_columns as select_columns
+from rl_core.dispatch.replica_rows import pad_rows_to_multiple as pad_rows_to_multiple
+from rl_core.dispatch.replica_rows import select_columns as select_columns
 from rl_core.dispatch.text import TextGeneration as TextGeneration
 from rl_core.first_use import import_on_first_use
 from rl_core.interfaces.policy import RefitManifest as RefitManifest
@@ -43,14 +43,14 @@ from rl_core.training.loaded_model import exact_attention as exact_attention
 from rl_core.training.loaded_model import refuse_other_head as refuse_other_head
 from rl_core.training.loaded_model import report_as_error as report_as_error
 from rl_core.training.microbatch_splitter import MicrobatchSplitter as MicrobatchSplitter
+from rl_core.training.microbatch_splitter import first_non_finite_loss as first_non_finite_loss
+from rl_core.training.microbatch_splitter import non_finite_step_error as non_finite_step_error
+from rl_core.training.microbatch_splitter import reduce_metrics as reduce_metrics
 from rl_core.training.microbatch_splitter import scored_tokens as scored_tokens
 from rl_core.training.optimizer_settings import OptimizerSettings as OptimizerSettings
 from rl_core.training.optimizer_settings import build_scheduler as build_scheduler
 from rl_core.training.optimizer_settings import call_named as call_named
 from rl_core.training.policy_worker import PolicyWorkerBase as PolicyWorkerBase
-from rl_core.training.steps import first_non_finite_loss as first_non_finite_loss
-from rl_core.training.steps import non_finite_step_error as non_finite_step_error
-from rl_core.training.steps import reduce_metrics as reduce_metrics
 from rl_core.weights.checkpoint_names import CheckpointNames as CheckpointNames
 from rl_core.weights.disk import file_digest as file_digest
 from rl_core.weights.disk import resolve_below as resolve_below
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from rl_core.training.data_only import read_trainer_file as read_trainer_file
     from rl_core.training.data_only import reason_of as reason_of
     from rl_core.training.data_only import write_error as write_error
-    from rl_core.training.finite import first_non_finite as first_non_finite
-    from rl_core.training.finite import refuse_non_finite_file as refuse_non_finite_file
+    from rl_core.weights.disk import first_non_finite as first_non_finite
+    from rl_core.weights.disk import refuse_non_finite_file as refuse_non_finite_file
 
 # torch.distributed.checkpoint takes almost a second to import, and engines do not need it.
 __getattr__ = import_on_first_use(__name__)

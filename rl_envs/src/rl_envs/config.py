@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.python_sections import read_section as read_section
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig
-from rl_core.config.template_kwargs import check_template_kwargs
+from rl_core.config.section import check_template_kwargs
 
 
 class MathEnvironmentConfig(EnvironmentConfig):

@@ -149,7 +149,7 @@ class SamplingParameters(BaseModel):
     """By default the engine's."""
     top_k: int | None = Field(default=None, ge=-1)
     """Number of most likely tokens to sample from, 0 or -1 for all; by default the engine's."""
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, allow_inf_nan=False)
     """Divides the logits of tokens in prompt and completion if they are positive, else multiplies them; 1 by default."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from the logit of each token that was sampled before; 0 by default."""

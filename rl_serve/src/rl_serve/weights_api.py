@@ -23,8 +23,7 @@ from starlette.middleware import Middleware
 
 from rl_core.errors import RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.training.finite import refuse_non_finite_file
-from rl_core.weights.disk import resolve_below
+from rl_core.weights.disk import refuse_non_finite_file, resolve_below
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
 from rl_serve.health import EngineState

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.data.bin_packing import PACKERS, pack, split_to_count
-from rl_core.data.packed_layout import pack_rows
+from rl_core.data.shared_prefix import pack_rows
 from rl_core.errors import DataError
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40)

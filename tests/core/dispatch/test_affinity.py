@@ -3,7 +3,7 @@
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.affinity import ReplicaAffinity, prompt_keys, split_by_prompt
+from rl_core.dispatch.replica_rows import ReplicaAffinity, prompt_keys, split_by_prompt
 
 
 def rows(*tokens, prompt_id=None):

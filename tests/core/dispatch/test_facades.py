@@ -9,10 +9,9 @@ import torch
 from rl_core.cluster import NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy, PrefixSharing
-from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
+from rl_core.dispatch.replica_rows import global_counts, pad_rows_to_multiple, prompt_keys, select_columns, split_by_prompt
 from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker, StepResult

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_train.config.loader import load_config
 from rl_train.config.rules.cluster import machine_has_the_cpus
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use

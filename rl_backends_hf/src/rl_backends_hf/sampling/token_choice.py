@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from rl_core.data.stateless_rng import mix, shift_right
+from rl_core.data.generation_io import mix, shift_right
 from rl_core.errors import DataError
 
 _BLOCK: Final = 256

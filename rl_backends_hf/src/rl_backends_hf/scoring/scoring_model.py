@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rl_backends_hf.shared_prefix_layout import share_prefixes
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
 from rl_core.backend import scored_tokens
-from rl_core.data.packed_layout import pack_rows
+from rl_core.data.shared_prefix import pack_rows
 from rl_core.data.transfer import to_device
 
 

@@ -57,7 +57,7 @@ from rl_core.backend import (
 )
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.out_of_memory import explaining_memory
+from rl_core.interfaces.worker_context import explaining_memory
 
 _CPU = torch.device("cpu")
 

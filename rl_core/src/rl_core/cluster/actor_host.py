@@ -22,8 +22,7 @@ from rl_core.cluster import orphan_reaper, stacks
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
 from rl_core.event_loop import finished
-from rl_core.interfaces.out_of_memory import explaining_memory
-from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
+from rl_core.interfaces.worker_context import WorkerContext, construct, explaining_memory, seed_call
 from rl_core.rendezvous.interfaces import free_port, interface_variables
 
 MARKER = "RLCORE_WORKER"

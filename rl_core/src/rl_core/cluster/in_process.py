@@ -14,8 +14,7 @@ from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
 from rl_core.data.process_seed import separate_generators
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
 from rl_core.event_loop import finished
-from rl_core.interfaces.out_of_memory import explaining_memory
-from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
+from rl_core.interfaces.worker_context import WorkerContext, construct, explaining_memory, seed_call
 from rl_core.rendezvous.interfaces import free_port
 
 

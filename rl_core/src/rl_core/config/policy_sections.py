@@ -10,9 +10,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config.cluster_section import ClusterConfig, ResourcesConfig
 from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.section import ComponentSection, Devices, Section
+from rl_core.config.section import ComponentSection, Devices, Section, check_template_kwargs
 from rl_core.config.source_tree import KeyPath
-from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.plugins.component import is_path
 
 

@@ -1,4 +1,4 @@
-"""Input and output of a generation call: converts attention masks, checks prompts, and builds the output batch."""
+"""Input and output of a generation call: attention masks, checks of prompts, seeds of rows, and the output batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import pad_value
-from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import ConfigError, DataError, NotSupportedError
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling")
@@ -329,3 +328,22 @@ def with_input_lengths(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 def _brief(values: torch.Tensor) -> str:
     listed = values.tolist()
     return str(listed) if len(listed) <= 16 else f"{listed[:16]}..."
+
+
+def mix(state: torch.Tensor) -> torch.Tensor:
+    """A bijection of int64 whose outputs look independent (Steele, Lea, Flood 2014), elementwise."""
+    # The multipliers are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB.
+    state = (state ^ shift_right(state, 30)) * -4658895280553007687
+    state = (state ^ shift_right(state, 27)) * -7723592293110705685
+    return state ^ shift_right(state, 31)
+
+
+def shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift as of uint64: `>>` of int64 copies the sign bit."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def derived_seeds(seed: int, call: int, rows: int) -> torch.Tensor:
+    """[rows] int64, distinct seeds for the rows of one call, if the batch has none."""
+    base = mix(mix(torch.tensor([seed])) + call)
+    return mix(base + torch.arange(rows))

@@ -1,17 +1,23 @@
-"""Rows that share a prompt, and the number of tokens to compute if their common prefix is computed once.
+"""Layouts of rows: rows that share a prompt, with the number of tokens to compute, and rows packed into one long row.
 
 Rows belong together if they have the same `prompt_id`. The length of their common prefix is computed from their tokens, so it
 may be shorter than the prompt (a truncated row) or longer (equal first answer tokens).
 
 Known as prefix sharing, https://arxiv.org/abs/2506.05433.
+
+Attention kernels keep packed rows apart by position ids that restart at 0 with each row, and by `cu_seqlens`, the offsets at
+which rows begin. Attention across these boundaries contaminates one row with another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from rl_core.errors import DataError
 
 MAX_SHARE = 0.9
 """Sharing is worthwhile if it leaves at most this fraction of the tokens to compute. It costs additional calls of the attention
@@ -52,3 +58,51 @@ def common_prefix(input_ids: torch.Tensor, lengths: torch.Tensor) -> int:
 def computed_tokens(groups: Sequence[PrefixGroup], lengths: Sequence[int]) -> int:
     """Number of tokens to compute if the rows of each group share their prefix; `lengths` are those of the whole batch."""
     return sum(group.prefix + sum(lengths[row] - group.prefix for row in group.rows) for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """R rows in one packed row of N tokens.
+
+    Attributes:
+        input_ids: [1, N] int64.
+        position_ids: [1, N] int64; 0, 1, 2, ... in each row, including its padding.
+        cu_seqlens: [R + 1] int32; row r spans cu_seqlens[r] to cu_seqlens[r + 1], including its padding.
+        max_seqlen: Length of the longest row, including its padding.
+        row_index: [N] int64; row of each token, -1 on padding.
+        lengths: [R] int64; tokens of each row, without padding.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    row_index: torch.Tensor
+    lengths: torch.Tensor
+
+
+def pack_rows(data: Mapping[str, Any], *, pad_multiple: int = 1) -> PackedBatch:
+    """Pack the rows of a microbatch, `input_ids` [R, T] and `input_lengths` [R], each padded to a multiple of `pad_multiple`.
+
+    Raises:
+        DataError: A length is negative or exceeds T.
+    """
+    tokens, lengths = data["input_ids"], data["input_lengths"].to(torch.int64)
+    if bool((lengths < 0).any()) or bool((lengths > tokens.shape[1]).any()):
+        raise DataError(f"'input_lengths' is {lengths.tolist()}, but 'input_ids' has {tokens.shape[1]} tokens")
+    padded = (lengths + pad_multiple - 1) // pad_multiple * pad_multiple
+    ends = padded.cumsum(0)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), padded.to(tokens.device))
+    position = torch.arange(len(row), device=tokens.device) - (ends - padded).to(tokens.device)[row]
+    is_token = position < lengths.to(tokens.device)[row]
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tokens.device)
+    cu_seqlens[1:] = ends
+    picked = tokens[row, torch.where(is_token, position, 0)]
+    return PackedBatch(
+        input_ids=torch.where(is_token, picked, 0).unsqueeze(0),
+        position_ids=position.unsqueeze(0),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=int(padded.max()) if len(padded) else 0,
+        row_index=torch.where(is_token, row, -1),
+        lengths=lengths,
+    )

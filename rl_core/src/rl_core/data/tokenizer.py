@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
-from rl_core.config.template_kwargs import check_template_kwargs
+from rl_core.config.section import check_template_kwargs
 from rl_core.data.hub import pretrained_location, published_file, require_model
 from rl_core.errors import DataError
 from rl_core.plugins.component import nearest

@@ -14,8 +14,15 @@ from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader
 from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
-from rl_core.dispatch.replica_rows import Answer, equal_answer, in_row_order, newest_version, prompt_columns, sample_rows
-from rl_core.dispatch.rows import check_rows
+from rl_core.dispatch.replica_rows import (
+    Answer,
+    check_rows,
+    equal_answer,
+    in_row_order,
+    newest_version,
+    prompt_columns,
+    sample_rows,
+)
 from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade

@@ -21,7 +21,7 @@ from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.affinity import ReplicaAffinity
+from rl_core.dispatch.replica_rows import ReplicaAffinity
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
 from rl_core.interfaces.worker import GenerationRequest
 

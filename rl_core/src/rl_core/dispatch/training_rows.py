@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.rows import global_counts, padding_rows
+from rl_core.dispatch.replica_rows import global_counts, padding_rows
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult

@@ -11,7 +11,6 @@ from rl_core.config.python_sections import read_section
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult, environment_return, named_rewards
-from rl_core.environments.thinking import final_text
 from rl_core.errors import DataError, UserError, format_value
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 
@@ -120,3 +119,17 @@ def _result(score: Score, info: Any) -> StepResult:
         scored=score.scored,
         failure=score.failure,
     )
+
+
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+def final_text(completion: str) -> str:
+    """The text after the last `</think>`: the answer without the reasoning.
+
+    The opening tag may be missing, because many chat templates write it in the prompt. If a `<think>` is not closed, the
+    completion ended while the model was thinking, so there is no answer: the result is empty. A completion without tags is
+    returned as it is.
+    """
+    text = completion.rpartition(_CLOSING)[2]
+    return "" if _OPENING in text else text

@@ -17,9 +17,9 @@ from rl_core.errors import (
     WrongKindError,
 )
 from rl_core.plugins.component import Component, Kind, KnownComponent, did_you_mean, is_path
+from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
 from rl_core.plugins.record import Plugin, Registration, Status
-from rl_core.plugins.static_lookup import missing_target
 
 
 class Registry:

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import xxhash
 
-from rl_core.data.stateless_rng import mix
+from rl_core.data.generation_io import mix
 from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import ON_ONE_THREAD, dtype_name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rl_core.environments.thinking import final_text
+from rl_core.environments.scorer import final_text
 
 _FENCE = re.compile(r"^(?P<indent> {0,3})(?P<marks>`{3,}|~{3,})[ \t]*(?P<language>[\w+.-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")

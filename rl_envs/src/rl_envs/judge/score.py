@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rl_core.environments.thinking import final_text
+from rl_core.environments.scorer import final_text
 
 
 def read_score(reply: str, pattern: str, *, answer: str, lowest: float, highest: float) -> float | None:

@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-from rl_core.plugins.static_lookup import find_module
+from rl_core.plugins.import_path import find_module
 
 
 def static_attribute(path: str, name: str) -> object:

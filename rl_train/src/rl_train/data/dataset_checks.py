@@ -11,7 +11,7 @@ from typing import Any
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import is_path
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_core.testing.outputs.reserved_names import reserved_reward
 
 if TYPE_CHECKING:

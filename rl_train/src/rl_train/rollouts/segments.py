@@ -14,7 +14,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import pad_value
-from rl_core.dispatch.rows import padding_rows
+from rl_core.dispatch.replica_rows import padding_rows
 
 _Column = TypeVar("_Column", torch.Tensor, list[Any])
 

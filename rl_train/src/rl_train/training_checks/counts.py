@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.rows import global_counts
+from rl_core.dispatch.replica_rows import global_counts
 from rl_core.errors import BrokenPromiseError
 from rl_train.training_checks.checked_loss import PREFIX, counted
 

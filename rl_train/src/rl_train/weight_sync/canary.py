@@ -36,7 +36,7 @@ import torch
 
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.stateless_rng import derived_seeds
+from rl_core.data.generation_io import derived_seeds
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_train.assembly.reward_checks import check_reward_functions_of
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.rules.environments import each_task

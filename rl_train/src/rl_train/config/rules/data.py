@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import DatasetConfig
 from rl_core.config.source_tree import KeyPath
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_train.config.rules.required_sections import validates
 from rl_train.config.rules.rule import CONFIG_FILE, CheckedConfig, Use, rule
 from rl_train.prompts.prompt_files import prompt_problem

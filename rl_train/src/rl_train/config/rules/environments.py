@@ -8,7 +8,7 @@ from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import Kind, did_you_mean, is_path
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, Stage, rule
 from rl_train.config.schema import RunConfig
 from rl_train.config.static_attribute import static_attribute

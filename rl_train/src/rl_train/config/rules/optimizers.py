@@ -9,7 +9,7 @@ from rl_core.config.diagnostics import Problem, show
 from rl_core.config.policy_sections import SCHEDULES, OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
-from rl_core.plugins.static_lookup import missing_target
+from rl_core.plugins.import_path import missing_target
 from rl_train.config.foreign_names import MEANINGS
 from rl_train.config.rules.models import MODELS, each_model
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
