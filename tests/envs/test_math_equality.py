@@ -73,10 +73,15 @@ def test_a_decimal_equals_its_fraction_and_its_percentage(digits, places):
 
 
 @few
-@given(st.integers(1000, 10**12), st.sampled_from([",", "{,}", r"\,", r"\!,", " "]))
+@given(st.integers(1000, 10**12), st.sampled_from([",", "{,}", r"\,", r"\!,", r",\! ", "{,} ", r"\, ", " "]))
 def test_thousands_may_be_separated(number, separator):
     assert equal(number, f"{number:,}".replace(",", separator))
     assert not equal(number + 1, f"{number:,}".replace(",", separator))
+
+
+def test_a_number_with_latex_separators_is_not_a_list():
+    assert not equal(r"11,\! 111,\! 100", "(11, 111, 100)")
+    assert not equal("(11, 111, 100)", "11111100")
 
 
 @few
