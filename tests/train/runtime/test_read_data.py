@@ -196,6 +196,20 @@ def test_rows_with_texts_of_control_tokens_are_named_and_the_config_decides_what
     assert "rows.jsonl:1" not in "".join(own_messages())
 
 
+@pytest.mark.parametrize("end", ["", "{{ eos_token }}"])
+def test_a_chat_template_without_an_end_of_answers_is_named_once_in_supervised_training(lines, registry, own_messages, end):
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + end + "{% endif %}{% endfor %}"
+    )
+    rows = [{"question": "1+2=", "answer": "3"}, {"question": "1+3=", "answer": "4"}]
+    fields = section(lines("rows", *rows), output_key=None, response_key="answer")
+    train, _ = read_data(DataConfig(train=fields, check_rows=2), registry)
+    list(conversation_loader(train, run_of(DataConfig(train=None)), tokenizer, batch_size=2, shuffle=False))
+    named = [message for message in own_messages() if "does not teach the model to end them" in message]
+    assert len(named) == (not end)
+
+
 def test_the_prompt_of_data_applies_to_every_dataset_without_its_own(lines, registry, tmp_path):
     (tmp_path / "p.yaml").write_text('system: "0"\nuser: "{question}="\n')
     path = lines("rows", {"question": "1+2", "expected_answer": "3"})

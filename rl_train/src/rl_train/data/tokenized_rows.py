@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_core.data.conversation_tokens import decode
 from rl_core.errors import DataError
 from rl_train.data.bad_rows import BadRow, BadRowError
 from rl_train.data.dataset_classes import record_of
@@ -30,7 +31,7 @@ class TokenizedRows(Sequence[Any]):
     def __init__(self, records: Any, process: Callable[..., Any], *, tasks: TaskChoice, name: str = "dataset") -> None:
         self.records = records
         self._tokenizer, self._warned_of = getattr(process, "keywords", {}).get("tokenizer"), set[int]()
-        self._process = process
+        self._process, self._is_end_checked = process, False
         self._tasks = tasks
         self._name = name
 
@@ -48,6 +49,7 @@ class TokenizedRows(Sequence[Any]):
                 datum = {**datum, "task_name": task}
             self._tasks.check(datum.get("task_name"))
             self._warn_of_control_tokens(record, int(index))
+            self._warn_of_a_missing_end(datum)
         except DataError as error:
             raise BadRowError(BadRow.of(f"{self._name}: {row_location(self.records, index)}", error)) from error
         return datum
@@ -65,3 +67,18 @@ class TokenizedRows(Sequence[Any]):
         become = kept if keeps_text(tokenizer) else parsed
         where = f"{self._name}: {row_location(self.records, index)}"
         _log.warning("%s has the text %s, which %s. Rows with such text so far: %d", where, ", ".join(names), become, count)
+
+    def _warn_of_a_missing_end(self, datum: Mapping[str, Any]) -> None:
+        """Warn if the first trained answer of supervised training ends with its content."""
+        last = (datum.get("message_log") or [{}])[-1]
+        mask, content = last.get("token_loss_mask"), last.get("content")
+        if self._tokenizer is None or self._is_end_checked or mask is None or not mask.any() or not datum["loss_multiplier"]:
+            return
+        self._is_end_checked = True
+        trained = decode(self._tokenizer, last["token_ids"][mask > 0].tolist()).rstrip()
+        if isinstance(content, str) and content.strip() and not last.get("tool_calls") and trained.endswith(content.rstrip()):
+            _log.warning(
+                "%s: nothing follows the text of answers, so training does not teach the model to end them. Use a chat "
+                "template that writes an end token after each answer (policy.tokenizer.chat_template)",
+                self._name,
+            )
