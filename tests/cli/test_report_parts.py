@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart
 from rlcore_cli.report.panels import PANELS, better, choose_panels
-from rlcore_cli.report.rollouts import sample_rollouts
+from rlcore_cli.report.rollouts import sample_rollouts, token_pieces
 from rlcore_cli.report.run_folder import read_run_folder
 from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
-from rlcore_cli.report.token_pieces import token_pieces
 
 
 def axis(svg, kind):

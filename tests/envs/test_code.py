@@ -14,8 +14,7 @@ from isolation import isolated
 
 from rl_core.errors import DataError, UserError
 from rl_envs.code import testing
-from rl_envs.code.environment import CodeEnvironment
-from rl_envs.code.extraction import last_code_block
+from rl_envs.code.environment import CodeEnvironment, last_code_block
 from rl_envs.code.scoring import same_output
 from rl_envs.code.suites import read_suite
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SessionInterface

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rl_envs.math.asked_form import AskedForm
+from rl_envs.math.asked_form import AskedForm, needs_lowest_terms
 from rl_envs.math.comparison import Comparison, compare
-from rl_envs.math.lowest_terms import needs_lowest_terms
 
 FORMS = (r"\frac{{{0}}}{{{1}}}", r"\dfrac{{{0}}}{{{1}}}", "{0}/{1}", "${0}/{1}$", r"\frac {{ {0} }} {{ {1} }}")
 WHOLE = st.integers(-999, 999)

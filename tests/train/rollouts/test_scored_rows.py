@@ -10,7 +10,7 @@ from rl_train.algorithms.advantages import group_advantages
 from rl_train.algorithms.estimators import DecoupledEstimator, make_estimator
 from rl_train.algorithms.grpo_config import AdvantageConfig
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.reward_weights import RewardWeightCheck
+from rl_train.rollouts.scheduled_source import RewardWeightCheck
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.summary import environment_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch

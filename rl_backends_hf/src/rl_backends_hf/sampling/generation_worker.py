@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.memory_advice import generation_advice
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
-from rl_backends_hf.sampling.freed_memory import return_freed_memory
 from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_backends_hf.sampling.token_choice import ROW_OPTIONS
@@ -163,3 +163,14 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def shutdown(self) -> None:
         self.leave_refit()
+
+
+def return_freed_memory() -> None:
+    """Return free memory of the C library's heap, which would stay with this process while another one needs it.
+
+    glibc keeps freed blocks of up to 32 MiB, such as packed weights, because the memory next to them is in use. Has no effect
+    with other C libraries.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

