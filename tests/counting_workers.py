@@ -80,12 +80,12 @@ class CountingPolicy(PolicyWorker):
         return [self._loss(data.get_batch(step, rows), loss_fn, count) for step, count in enumerate(counts)]
 
     def _loss(self, rows: BatchedDataDict[Any], loss_fn: Any, count: Any) -> StepResult:
-        """The loss of equal log-probabilities, so that the run's checks find its metrics."""
+        """The loss of equal log-probabilities, so that the run's checks find its metrics; no step is taken, so `lr` is 0."""
         if loss_fn.candidates_key is not None:
             rows["candidate_logprobs"] = torch.full(rows[loss_fn.candidates_key].shape, -3.0)
         totals = (torch.tensor(float(number)) for number in (count.valid_seqs, count.valid_toks))
         _, metrics = loss_fn(_logprobs(rows), rows, *totals)
-        return StepResult(loss=0.0, grad_norm=0.0, lr=1e-6, metrics={name: float(value) for name, value in metrics.items()})
+        return StepResult(loss=0.0, grad_norm=0.0, lr=0.0, metrics={name: float(value) for name, value in metrics.items()})
 
     def prepare_for_training(self) -> None:
         self._call("prepare_for_training")

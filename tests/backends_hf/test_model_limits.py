@@ -55,12 +55,11 @@ def test_shorter_rows_of_such_a_model_do_not_depend_on_their_neighbors(depends_o
     assert (scores[0] - scores[1]).abs().max() < 1e-5  # float32; a change of the frequencies is more than 0.1
 
 
-def test_a_model_without_sdpa_is_refused_with_the_key_that_loads_it(tmp_path):
+def test_a_model_without_sdpa_loads_with_eager_and_is_refused_with_sdpa(tmp_path):
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
     folder = save(config, tmp_path)
-    says = r"`attn_implementation: sdpa`, the default.*Set `hf_cfg.attn_implementation: eager`"
-    with pytest.raises((UserError, WorkerError), match=says):
-        HuggingFacePolicy(folder, max_total_sequence_length=16).wait_ready()
+    with pytest.raises((UserError, WorkerError), match=r"attn_implementation: eager"):
+        HuggingFacePolicy(folder, max_total_sequence_length=16, attn_implementation="sdpa").wait_ready()
     rows = BatchedDataDict(input_ids=torch.tensor([[3, 4, 5]]), input_lengths=torch.tensor([3]))
-    policy = HuggingFacePolicy(folder, max_total_sequence_length=16, attn_implementation="eager")
+    policy = HuggingFacePolicy(folder, max_total_sequence_length=16)
     assert policy.get_logprobs(rows)["logprobs"].isfinite().all()

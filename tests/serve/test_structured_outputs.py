@@ -213,7 +213,7 @@ ENFORCED = [
     {"$defs": {"D": SHORT}, "$ref": "#/$defs/D", "minimum": 15},
     {"type": "string", "enum": ["a", 1, None]},
     {"type": "string", "pattern": "^[ab]+$", "minLength": 2, "maxLength": 3},
-    {"type": "object", "properties": {"a": SHORT}, "required": ["b"], "additionalProperties": {"enum": [1]}},
+    {"type": "object", "properties": {"a": SHORT}, "required": ["a"], "additionalProperties": False},
     {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 2},
     {**SHORT, "multipleOf": 7},
 ]

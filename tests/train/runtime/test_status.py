@@ -125,7 +125,7 @@ def test_an_incomplete_model_folder_fails_startup_and_names_the_policy(launch, t
         launch({"policy": {"backend": "hf", "model_name": str(incomplete), "max_total_sequence_length": 16}})
     status, ending = reported(tmp_path / "runs" / "run")
     assert (status["state"], status["during"]) == ("failed", "building")
-    assert "'policy'" in status["error"]
+    assert f"policy.model_name: A file of {incomplete} is incomplete" in status["error"]
     assert ending.state == "failed"
 
 

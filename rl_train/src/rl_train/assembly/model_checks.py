@@ -118,6 +118,9 @@ def tensor_problems(config: RunConfig) -> Iterator[Problem]:
             continue
         checked.add(key)
         try:
+            known = read_model_config(section.model_name) if fields else None
+            if not all(hasattr(known, field) for field in fields):
+                continue  # what loads the model names the key
             check_files(section.model_name, head=head, **fields)
         except UserError as error:
             yield Problem(path, str(error))
