@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from later_rules import report_of
-from transformers import GPT2Config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
@@ -29,7 +29,8 @@ def load(tmp_path, monkeypatch):
         folder = tmp_path / "model"
         shutil.copytree(MODEL, folder)
         if learned:
-            GPT2Config(vocab_size=18, n_positions=128, n_embd=8, n_layer=1, n_head=1).save_pretrained(folder)
+            learned_positions = GPT2Config(vocab_size=18, n_positions=128, n_embd=8, n_layer=1, n_head=1)
+            GPT2LMHeadModel(learned_positions).save_pretrained(folder)
         else:
             config = json.loads((MODEL / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps({**config, **model}))
