@@ -45,6 +45,12 @@ def test_a_mistake_in_a_config_is_reported_without_heavy_libraries(tmp_path, com
     assert not HEAVY & set(re.findall(r"'(\w+)'", result.stdout))
 
 
+def test_transformers_is_imported_by_the_parts_of_a_run_only():
+    code = "import sys, rl_train.launch.train; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert result.stdout == "True False\n"
+
+
 def test_the_lists_import_neither_pydantic_nor_a_table_library():
     code = (
         "import atexit, sys\n"
