@@ -28,10 +28,10 @@ SCHEMAS = {
     "contains": ({"type": "array", "items": small, "contains": {"const": 7}}, "[1, 1]"),
     "oneOf that overlap": ({"oneOf": [{**small, "maximum": 5}, {**small, "minimum": 4}]}, "5"),
     "two allOf": ({"allOf": [{**small, "minimum": 5}, small]}, "3"),
-    "anyOf beside a range": ({**small, "anyOf": [{"maximum": 3}, {"maximum": 99}]}, "42"),
-    "$ref beside minimum": ({"$defs": {"d": small}, "$ref": "#/$defs/d", "minimum": 5}, "3"),
-    "pattern beside minLength": ({"type": "string", "pattern": "^a+$", "minLength": 3}, '"a"'),
-    "enum beside type": ({"type": "string", "enum": ["a", 1]}, "1"),
+    "anyOf next to a range": ({**small, "anyOf": [{"maximum": 3}, {"maximum": 99}]}, "42"),
+    "$ref next to minimum": ({"$defs": {"d": small}, "$ref": "#/$defs/d", "minimum": 5}, "3"),
+    "pattern next to minLength": ({"type": "string", "pattern": "^a+$", "minLength": 3}, '"a"'),
+    "enum next to type": ({"type": "string", "enum": ["a", 1]}, "1"),
     "minimum without type": ({"minimum": 5}, "3"),
 }
 REFUSED = {"not", "if", "dependentRequired", "uniqueItems", "contains", "oneOf that overlap"}

@@ -94,7 +94,7 @@ def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
     result = rlcore("plan", GRPO, *engine, "--gpu", "80GiB")
     assert result.returncode == 0, result.stderr
     assert "all of the engine: its backend openai does not describe its memory" in result.stdout
-    assert "What is counted fits. Whether the run fits is unknown" in result.stdout
+    assert "The components that describe their memory fit. Whether the whole run fits is unknown" in result.stdout
     assert "time per step: not predicted for GPUs that are given by their size" in result.stdout
 
 

@@ -145,7 +145,7 @@ def _described(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePla
     if planned.fits:
         lines.append("The run fits.")
     elif planned.fits is None:
-        lines.append("What is counted fits. Whether the run fits is unknown, because a part of it is not described.")
+        lines.append("The components that describe their memory fit. Whether the whole run fits is unknown.")
     if suggestion is not None:
         lines += ["", *_described_suggestion(planned, suggestion)]
     lines += ["", *_described_time(step)]

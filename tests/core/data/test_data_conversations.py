@@ -158,7 +158,7 @@ def as_pair(row):
     [
         ("['1', '2']", r"is \['1', '2'\]: an expected answer is a text or a number.*under another key of `extra_env_info`"),
         ("{'a': 1}", r"is \{'a': 1\}: an expected answer is"),
-        ("float('nan')", "is nan, with which no answer can be compared"),
+        ("float('nan')", "is nan, which cannot be compared with an answer"),
         ("float('-inf')", "is -inf, "),
         ("chr(0xD800)", "surrogate"),
     ],

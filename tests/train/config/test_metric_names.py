@@ -85,9 +85,9 @@ def test_names_that_user_code_chooses_are_a_warning(registry):
     several = ("grpo.val_num_generations_per_prompt=4", "policy.generation.val_temperature=1")
     assert warnings(registry, "grpo_addition", RANKED + "validation/pass@4", *several) == []
     [warning] = warnings(registry, "grpo_addition", RANKED + "env/arithmetic/digits")
-    assert "whether the run has the metric env/arithmetic/digits is known when it is written" in warning
+    assert "env/arithmetic/digits cannot be checked before the run" in warning
     [warning] = warnings(registry, "custom_loss/train", RANKED + "my/loss")
-    assert "All checkpoints are kept until then" in warning
+    assert "All checkpoints are kept until the metric is written" in warning
     functions = ("reward_functions/train", "checkpointing.enabled=true")
     assert warnings(registry, *functions, RANKED + "reward/exact") == []
     assert "Did you mean 'reward/exact'?" in warnings(registry, *functions, RANKED + "reward/exakt")[0]

@@ -166,7 +166,9 @@ def test_an_evaluation_warns_of_another_reward_function_and_of_another_base(proj
     )
     assert plan.changed_code == {"env.sums.reward_fn": "score in own_reward.py changed"}
     [warning] = [text for text in own_messages() if "adapters" in text]
-    assert f"has adapters to another model than {project / 'model'} is now: tensor model.layers.0.mlp.up_proj.weight" in warning
+    assert (
+        f"were trained on other weights than {project / 'model'} has now: tensor model.layers.0.mlp.up_proj.weight" in warning
+    )
 
 
 def test_adapters_are_merged_only_into_the_weights_that_they_were_trained_on(project, tmp_path):

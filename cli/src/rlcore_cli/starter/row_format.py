@@ -190,7 +190,7 @@ def _questions(rows: Sequence[Row]) -> RowFormat | None:
         raise DataError(
             f"each row is a {question} with a {response}, and {answer} says whether it is good: unpaired feedback, on which no "
             f"algorithm trains yet. Keep the rows with a good {response} and imitate them: --question {question} --response "
-            f"{response}. Or join a good and a bad {response} to {question} to a pair: `chosen` and `rejected`"
+            f"{response}. Or join a good and a bad {response} for the same {question} into a pair: `chosen` and `rejected`"
         )
     return _question_format(question, answer, response)
 

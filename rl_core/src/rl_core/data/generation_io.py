@@ -249,7 +249,8 @@ def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLim
         outside = next(token for token in prompt if not 0 <= token < limits.vocab_size)
         raise DataError(
             f"Row {number} has token id {outside}, but the model's embedding has rows for ids 0 to {limits.vocab_size - 1}. "
-            "Tokenize with the model's own tokenizer; if this is it, drop the row, or give the model rows for its added tokens."
+            "Tokenize with the model's own tokenizer. If you already do, drop the row, or give the model rows for its added "
+            "tokens."
         )
 
 

@@ -167,7 +167,7 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         if vocab_size is not None and rows.size and (largest := int(rows["input_ids"].max())) >= vocab_size:
             raise DataError(
                 f"The batch has token id {largest}, but the embedding of {self.config.model_name} has rows for ids 0 to "
-                f"{vocab_size - 1}. Tokenize with the model's own tokenizer; if this is it, drop the rows with this token."
+                f"{vocab_size - 1}. Tokenize with the model's own tokenizer. If you already do, drop the rows with this token."
             )
 
     def _shards(

@@ -164,6 +164,6 @@ def _error(name: str, wrong: list[tuple[str, str]], error: type[UserError]) -> U
     more = f"\n  and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
     return error(
         f"The tensors of {weights_file(name) or name} are not those of its config.json:{''.join(lines[:_LISTED])}{more}\n"
-        "Missing ones would be random. Restore the files from a complete copy; or correct config.json if it describes another "
-        "model (such as `tie_word_embeddings`, `vocab_size`, `num_hidden_layers` or `attention_bias`)."
+        "Missing tensors would be initialized randomly. Restore the files from a complete copy; or correct config.json if it "
+        "describes another model (such as `tie_word_embeddings`, `vocab_size`, `num_hidden_layers` or `attention_bias`)."
     )

@@ -171,7 +171,9 @@ def _expected_answer(value: Any, what: str, *, elsewhere: str) -> Any:
         elsewhere: how an environment that reads other values gets them.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{what} is {value}, with which no answer can be compared. Write a number or a text, or remove the row")
+        raise DataError(
+            f"{what} is {value}, which cannot be compared with an answer. Write a number or a text, or remove the row"
+        )
     if value is not None and not isinstance(value, str | numbers.Number):
         raise DataError(
             f"{what} is {format_value(value)}: an expected answer is a text or a number. Write it as text, or {elsewhere} for "

@@ -97,8 +97,8 @@ class RecordFields(RowsConfig):
     )
     env_keys: tuple[str, ...] = Field(
         (),
-        description="Additional fields passed to the environment under their own names. The name of a nested field, such as "
-        "`extra_info.level`, is its last part.",
+        description="Additional fields passed to the environment under their own names. A nested field, such as "
+        "`extra_info.level`, has its last name (`level`).",
     )
     continue_final_message: bool | None = Field(
         None,

@@ -68,7 +68,9 @@ def other_base(checkpoint: Path, base: str) -> str | None:
     changes = input_changes({key: base_weights(then)}, {key: base_weights(now)})
     # A copy of a model of the hub's cache cannot be compared with its commit.
     is_other = changes and then.keys() & now.keys()
-    return f"{checkpoint} has adapters to another model than {base} is now: {changes[key]}." if is_other else None
+    return (
+        f"The adapters of {checkpoint} were trained on other weights than {base} has now: {changes[key]}." if is_other else None
+    )
 
 
 def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:

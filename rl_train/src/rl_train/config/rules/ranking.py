@@ -78,7 +78,8 @@ def checkpoints_have_the_metric_that_ranks_them(config: CheckedConfig) -> Iterat
         hint = did_you_mean(name, [metric for metric in _names(run) if "*" not in metric])
         yield Problem(
             _KEY,
-            f"whether the run has the metric {name} is known when it is written. All checkpoints are kept until then.{hint}",
+            f"{name} cannot be checked before the run, because only user code determines it. All checkpoints are kept until "
+            f"the metric is written.{hint}",
         )
     elif validates(run) and not can_be_ranked(run):
         yield Problem(
