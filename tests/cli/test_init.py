@@ -233,6 +233,7 @@ def test_a_dirty_preference_export_lists_all_bad_rows_and_is_used_without_them(t
     assert f"  {path}:2, 11: the field 'rejected' is missing" in refused.stderr
     assert all(f"  {path}:{line}: " in refused.stderr for line in (9, 17, 31))
     assert "With `--skip-bad-rows`, `rlcore init` continues without them" in refused.stderr
+    assert "--chat-template" not in refused.stderr
     done = rlcore(*command, "--skip-bad-rows")
     assert done.returncode == 0, done.stderr
     assert f"{path}: 45 rows, each a prompt with a chosen" in done.stdout
@@ -247,11 +248,14 @@ def test_a_table_with_semicolons_is_read_and_its_wrong_lines_are_listed(tmp_path
     command = ("init", tmp_path / "table.csv", "--model", MODEL, "--output", tmp_path / "new")
     refused = rlcore(*command)
     assert refused.returncode == 2
-    assert "table.csv:53-54: 3 values, but the file has 2 columns (question, answer)" in refused.stderr
-    done = rlcore(*command, "--skip-bad-rows")
+    assert "table.csv:53: 3 values, but the file has 2 columns (question, answer)" in refused.stderr
+    assert "table.csv:54: 1 values, but the file has 2 columns (question, answer)" in refused.stderr
+    (tmp_path / "held_out.csv").write_text("question,answer\n1+1=,2\n1,2,3\n")
+    done = rlcore(*command, "--skip-bad-rows", "--validation", tmp_path / "held_out.csv")
     assert done.returncode == 0, done.stderr
     assert f"table.csv: {len(SUMS)} rows, each a question" in done.stdout
-    assert "table.csv:53-54: 3 values" in done.stdout
+    assert f"table.csv:53; {tmp_path}/held_out.csv:3: 3 values" in done.stdout
+    assert "table.csv:54: 1 values" in done.stdout
     written = (tmp_path / "new" / "table.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == [{"question": f"{a}+{b}=", "answer": str(c)} for a, b, c in SUMS]
 
@@ -329,11 +333,22 @@ def test_empty_answers_are_reported_and_do_not_change_the_environment(tmp_path):
     path = write(tmp_path / "sums.jsonl", rows)
     done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
     assert done.returncode == 0, done.stderr
-    assert "Empty answers (expected_answer): 1 of 51 rows, the first is row 51." in done.stdout
+    assert f"Empty expected answers: 1 of the measured rows, the first is {path}:51;" in done.stdout
     config = tmp_path / "new" / "config.yaml"
     assert "math" in yaml.safe_load(config.read_text())["env"]
     shown = rlcore("data", "show", config, "--graded", 0).stdout
     assert re.search(rf"empty expected answers: 1 of \d+ \(\d\.\d %\); remove these rows: {path}:51\n", shown)
+
+
+def test_rows_of_a_table_are_located_by_their_lines(tmp_path):
+    rows = [f"{a}+{b}=,{c}" for a, b, c in SUMS]
+    lines = ["question,answer", "1,2,3", *rows, "", "1+1=,", f"{'+'.join('1' * 20)}=,20"]
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    options = ("--model", MODEL, "--output", tmp_path / "new", "--skip-bad-rows")
+    done = rlcore("init", tmp_path / "table.csv", *options)
+    assert done.returncode == 0, done.stderr
+    assert f"Empty expected answers: 1 of the measured rows, the first is {tmp_path}/table.csv:54; remove" in done.stdout
+    assert f"Longest row: {tmp_path}/table.csv:55 has " in done.stdout
 
 
 def test_no_system_prompt_is_added_to_rows_that_have_one(tmp_path):

@@ -23,7 +23,7 @@ _BINS = 10
 _BAR = 40
 """Width of the longest bar of a histogram, in characters."""
 _LISTED = 5
-_EMPTY = {
+EMPTY = {
     "prompts": ("empty expected answers", "remove these rows"),
     "conversations": ("empty responses", "they train the model to end at once"),
     "pairs": ("empty rejected answers", "they train the model not to end at once"),
@@ -102,7 +102,7 @@ def _described(view: DatasetView) -> list[str]:
     longest = f", the longest is {view.longest_row}" if view.too_long else ""
     lines += [f"  too long: {_share(view.too_long, measured)}{longest}{_at(view, 'too_long')}"]
     if view.empty_answers:
-        what, effect = _EMPTY[view.kind]
+        what, effect = EMPTY[view.kind]
         lines += [f"  {what}: {_share(view.empty_answers, measured)}; {effect}{_at(view, 'empty_answers')}"]
     if view.unwritable_answers:
         unwritable = f"{_share(view.unwritable_answers, measured)}{_at(view, 'unwritable_answers')}"

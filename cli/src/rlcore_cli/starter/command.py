@@ -119,12 +119,14 @@ def init(
     except BadRowsError as error:
         rows = [replace(row, location=_in_given_file(row.location, train, held_out)) for row in error.rows]
         listed = BadRowsError(rows, total=error.total, rows_of=f"{error.total} rows", remedy=SKIP_BAD_ROWS)
+        if chat_template is not None or not any("chat template" in row.reason for row in rows):
+            raise listed from error
         raise DataError(f"{listed}. `--chat-template FILE` uses another chat template than the model's.") from error
     if chat_template is not None:
         starter = replace(starter, chat_template=_from_folder(str(chat_template), output))
     files = _files(starter, train, held_out, model=model, hardware=hardware, registry=registry)
     _write(files, output)
-    _report(starter, form, train, files, output)
+    _report(starter, form, train, held_out, files, output)
 
 
 def _algorithm(algorithm: str | None, form: RowFormat, data: Path) -> str:
@@ -239,12 +241,17 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     limit = position_limit(model)
     longest = max(views, key=lambda view: max(view.lengths))
     lengths = sorted(length for view in views for length in view.lengths)
-    unwritable = [location for view in views for location in view.locations["unwritable_answers"]]
+
+    def measured(problem: str) -> tuple[int, str]:
+        """Number of rows with a problem, and the location of the first."""
+        first = next((location for view in views for location in view.locations[problem]), "")
+        return sum(getattr(view, problem) for view in views), _in_given_file(first, train, validation)
+
     return replace(
         starter,
         rows=sum(view.rows for view in views if validation is None or view.name == "train"),
-        unwritable_answers=sum(view.unwritable_answers for view in views),
-        unwritable_location=_in_given_file(unwritable[0], train, validation) if unwritable else "",
+        empty_answers=measured("empty_answers"),
+        unwritable_answers=measured("unwritable_answers"),
         is_small=has_few_parameters(read_model_config(model)),
         longest_row=lengths[-1],
         next_longest_row=lengths[-2] if len(lengths) > 1 else lengths[-1],
@@ -277,11 +284,11 @@ def _readable(train: DataFile, validation: DataFile | None) -> Iterator[tuple[Ma
 
 
 def _in_given_file(location: str, *files: DataFile | None) -> str:
-    """The location of a row; a row of a converted file, which was read from a temporary folder, by its number."""
+    """The location of a row; of a converted file, which was read from a temporary folder, the location in the given file."""
     path, _, line = location.rpartition(":")
     for name, file in zip(("train", "validation"), files, strict=True):
         if file is not None and file.converted and Path(path).name == f"{name}.jsonl":
-            return f"{file.path}, row {line}"
+            return file.locations[int(line) - 1]
     return location
 
 
@@ -324,30 +331,32 @@ def _reject_existing(names: Iterable[str], folder: Path) -> None:
         raise ConfigError(f"Existing files are not overwritten: {', '.join(existing)}. Choose another folder with --output.")
 
 
-def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
+def _report(
+    starter: Starter, form: RowFormat, train: DataFile, validation: DataFile | None, files: Mapping[str, str], output: Path
+) -> None:
     from rl_train.data.bad_rows import bad_row_lines
+    from rlcore_cli.data import EMPTY
     from rlcore_cli.starter.config_values import FEWEST_ROWS
-    from rlcore_cli.starter.row_format import ANSWERS, empty_answers
+    from rlcore_cli.starter.row_format import ANSWERS
 
     config = output / _CONFIG
     print(f"{train.path}: {counted(starter.rows, 'row')}, each {form.name}")
-    for line in bad_row_lines(train.bad):
+    for line in bad_row_lines([*train.bad, *(validation.bad if validation is not None else ())]):
         print(f"Skipped: {line}")
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
     if starter.samples and form.answer_key is None:
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
         if len(train.rows[0]) > 2:
             print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")
-    if empty := empty_answers(train.rows, form):
-        effect = "only an empty completion could match" if starter.samples else "they train the model to end at once"
-        print(
-            f"Empty answers ({form.answer_key}): {len(empty)} of {len(train.rows)} rows, the first is row {empty[0]}. "
-            f"Remove these rows: {effect}."
-        )
-    if starter.unwritable_answers:
+    empty, first = starter.empty_answers
+    if empty:
+        what, effect = EMPTY["prompts" if starter.samples else "conversations" if starter.algorithm == "sft" else "pairs"]
+        print(f"{what.capitalize()}: {empty} of the measured rows, the first is {first}; {effect}")
+    unwritable, first = starter.unwritable_answers
+    if unwritable:
         print(
             "Answers with text that the model's tokenizer cannot represent, so the model cannot write them: "
-            f"{starter.unwritable_answers}, the first is {starter.unwritable_location}"
+            f"{unwritable}, the first is {first}"
         )
     if starter.longest_row > _OUTLIER * starter.next_longest_row:
         print(

@@ -74,10 +74,10 @@ class Starter:
     """Number of tokens of the longest answer, with its worked solution if the data has it; 0 without answers."""
     longest_location: str = ""
     """Location of that row; empty if it was not measured."""
-    unwritable_answers: int = 0
-    """Number of measured answers with text that the tokenizer cannot represent."""
-    unwritable_location: str = ""
-    """Location of the first of them."""
+    empty_answers: tuple[int, str] = (0, "")
+    """Number of measured rows whose answer is empty, and the location of the first."""
+    unwritable_answers: tuple[int, str] = (0, "")
+    """Number of measured rows whose answer has text that the tokenizer cannot represent, and the location of the first."""
     positions: int | None
     """Most tokens that the model reads; None if unknown."""
     run_name: str

@@ -27,10 +27,15 @@ class DataFile:
     dataset: str
     """`jsonl` or `parquet`."""
     rows: Sequence[dict[str, Any]]
-    converted: bool = False
-    """Whether the rows must be written as JSON Lines first, because no dataset reads the file."""
+    locations: Sequence[str] = ()
+    """Location of each row, if the file must be converted to JSON Lines because no dataset reads it."""
     bad: Sequence[BadRow] = ()
     """Rows that cannot be read; their dataset reports those of a file that is not converted."""
+
+    @property
+    def converted(self) -> bool:
+        """Whether the rows must be written as JSON Lines first."""
+        return bool(self.locations)
 
 
 def read_data_file(path: Path, *, skip_bad_rows: bool = False) -> DataFile:
@@ -45,15 +50,15 @@ def read_data_file(path: Path, *, skip_bad_rows: bool = False) -> DataFile:
         what = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {what}: give a JSON Lines, JSON, Parquet, CSV or TSV file")
     if path.suffix.lower() in _TABLES:
-        rows, bad = _table(path)
-        data = DataFile(path=path, dataset="jsonl", rows=rows, converted=True, bad=bad)
+        data = _table(path)
     elif path.suffix.lower() == ".parquet":
         from rl_train.data.arrow_rows import parquet_rows
 
         table = parquet_rows(path)
         data = DataFile(path=path, dataset="parquet", rows=[table[number] for number in range(len(table))])
     elif (array := _json_array(path)) is not None:
-        data = DataFile(path=path, dataset="jsonl", rows=array, converted=True)
+        locations = [f"{path}, row {number}" for number in range(1, len(array) + 1)]
+        data = DataFile(path=path, dataset="jsonl", rows=array, locations=locations)
     else:
         data = DataFile(path=path, dataset="jsonl", rows=_json_lines(path))
     if data.bad and not (skip_bad_rows and data.rows):
@@ -96,8 +101,8 @@ def _json_array(path: Path) -> list[dict[str, Any]] | None:
     return list(rows)
 
 
-def _table(path: Path) -> tuple[list[dict[str, Any]], list[BadRow]]:
-    """The rows of a CSV or TSV file, and the lines with another number of values than there are columns."""
+def _table(path: Path) -> DataFile:
+    """The rows of a CSV or TSV file; those with another number of values than there are columns are bad."""
     from rl_train.data.bad_rows import BadRow
 
     try:
@@ -109,14 +114,15 @@ def _table(path: Path) -> tuple[list[dict[str, Any]], list[BadRow]]:
             header = next(reader, [])
             if len(set(header)) < len(header) or "" in header:
                 raise DataError(f"{path}:1: the first line must name each column once, but it is {header}")
-            rows, bad = [], []
+            rows, bad = {}, []
             for values in reader:
+                location = f"{path}:{reader.line_num}"
                 if len(values) == len(header):
-                    rows.append(dict(zip(header, values, strict=True)))
+                    rows[location] = dict(zip(header, values, strict=True))
                 elif values:
-                    wrong = DataError(f"{len(values)} values, but the file has {len(header)} columns ({', '.join(header)})")
-                    bad.append(BadRow.of(f"{path}:{reader.line_num}", wrong))
-            return rows, bad
+                    reason = f"{len(values)} values, but the file has {len(header)} columns ({', '.join(header)})"
+                    bad.append(BadRow(location=location, reason=reason, cause=reason))
+            return DataFile(path=path, dataset="jsonl", rows=[*rows.values()], locations=[*rows], bad=bad)
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}. Save it as UTF-8") from error
 

@@ -221,12 +221,6 @@ _FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
 """In the order in which they are tried: a later format may accept the rows of an earlier one."""
 
 
-def empty_answers(rows: Sequence[Row], form: RowFormat) -> list[int]:
-    """The numbers of the rows, from 1, whose expected answer is empty."""
-    key = form.answer_key
-    return [] if key is None else [n for n, row in enumerate(rows, start=1) if not str(field_value(row, key)).strip()]
-
-
 def has_text_prompts(rows: Sequence[Row], form: RowFormat) -> bool:
     """Whether prompts are a field with text, which a prompt config can contain."""
     return "record_fn" not in form.keys and _most_have(rows, form.keys.get("input_key") or "question", str)
