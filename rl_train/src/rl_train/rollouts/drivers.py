@@ -134,6 +134,7 @@ class EnvironmentDriver(RolloutDriver):
 
 def describe_hidden(tokenizer: Any, hidden: Collection[int]) -> str:
     """A sentence that names special tokens that rewards do not see, and the key that shows them."""
-    names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(hidden))) or "no special tokens"
+    names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(hidden)))
+    seen = f"do not see {names}" if names else "see all special tokens"
     visible = vars(tokenizer).get("visible_special_tokens", "content")
-    return f"rewards, tools and logs do not see {names} (policy.tokenizer.visible_special_tokens: {visible})"
+    return f"rewards, tools and logs {seen} (policy.tokenizer.visible_special_tokens: {visible})"
