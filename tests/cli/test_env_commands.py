@@ -1,12 +1,16 @@
 """`rlcore check env`, `rlcore env play` and `rlcore env rescore` print what they found."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rl_core.errors import UserError, WrongKindError
+from rl_core.tools.specs import Tool
+from rl_envs.tools.calculator import calculator
+from rl_train.workbench.check import _example_calls
 from rlcore_cli.main import app
 
 
@@ -64,12 +68,21 @@ def test_wrong_options_of_env_play_are_refused():
 def test_env_play_plays_environments_with_tools(tmp_path):
     rows, script = tmp_path / "rows.jsonl", tmp_path / "answers.txt"
     rows.write_text('{"prompt": "2+2?", "expected_answer": "4"}\n')
-    script.write_text('I use it.\\n/call calculator {"expression": "2+2"}\n/call calculator 2+2\n\\boxed{4}\n')
+    script.write_text(
+        'I use it.\\n/call calculator {"expression": "2+2"}\n/call calculator 2+2\n/call calculator [1]\n\\boxed{4}\n'
+    )
     done = run("env", "play", "tools", "--rows", str(rows), "--script", str(script))
     assert done.exit_code == 0, done.output
     assert "tool: 4\n" in done.output
-    assert "tool: Error: the arguments of calculator are not a JSON object" in done.output
-    assert "total reward 1 after 3 turns" in done.output
+    assert "tool: Error: the tool call is not valid JSON: Extra data" in done.output
+    assert "tool: Error: the arguments are [1]: expected a JSON object" in done.output
+    assert "total reward 1 after 4 turns" in done.output
+
+
+def test_a_parameter_that_a_schema_requires_but_does_not_declare_has_no_example():
+    tool = Tool.of(calculator)
+    function = {**tool.spec["function"], "parameters": {"type": "object", "required": ["text"]}}
+    assert _example_calls(replace(tool, spec={**tool.spec, "function": function})) == []
 
 
 def test_check_env_calls_tools_and_names_the_line_of_one_that_always_raises(tmp_path, monkeypatch):
@@ -118,3 +131,5 @@ def test_check_env_names_the_special_tokens_that_rewards_do_not_see():
     done = run("check", "env", "sums", "--config", str(config), "policy.tokenizer.visible_special_tokens=none")
     assert "note    special tokens: rewards, tools and logs do not see <pad>, <eos>, <unk>" in done.output, done.output
     assert "visible_special_tokens: none)" in done.output
+    done = run("check", "env", "sums", "--config", str(config), "policy.tokenizer.visible_special_tokens=all")
+    assert "rewards, tools and logs see all special tokens (policy.tokenizer.visible_special_tokens: all)" in done.output

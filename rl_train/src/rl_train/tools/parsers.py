@@ -96,7 +96,7 @@ class Llama3Parser(ToolCallParser):
         if not mark and not self._OBJECT.match(text):
             return ParsedMessage(content=message.text, calls=[])
         values = _values((after if mark else before).strip())
-        calls = [_read_call(value) if error is None else invalid_call(error) for value, error in values]
+        calls = [read_call(value) if error is None else invalid_call(error) for value, error in values]
         return ParsedMessage(content=thinking + (before.strip() if mark else ""), calls=calls)
 
 
@@ -124,11 +124,11 @@ class MistralParser(ToolCallParser):
             value, error = _json(arguments)
             if error is not None:
                 return [invalid_call(error, name)]
-            return [_read_call({"name": name, "arguments": value} | ({"id": call_id} if call_id else {}))]
+            return [read_call({"name": name, "arguments": value} | ({"id": call_id} if call_id else {}))]
         value, error = _json(text)
         if error is not None:
             return [invalid_call(error)]
-        return [_read_call(each) for each in (value if isinstance(value, list) else [value])]
+        return [read_call(each) for each in (value if isinstance(value, list) else [value])]
 
 
 PARSERS: Mapping[str, type[ToolCallParser]] = {parser.name: parser for parser in (HermesParser, MistralParser, Llama3Parser)}
@@ -165,7 +165,7 @@ def _values(text: str) -> Iterator[tuple[Any, str | None]]:
 
 def _call_in(text: str) -> ToolCall:
     value, error = _json(text)
-    return invalid_call(error) if error is not None else _read_call(value)
+    return invalid_call(error) if error is not None else read_call(value)
 
 
 def _json(text: str) -> tuple[Any, str | None]:
@@ -184,7 +184,7 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _read_call(value: Any) -> ToolCall:
+def read_call(value: Any) -> ToolCall:
     """A call from `{name, arguments}` or `{name, parameters}`, perhaps within `function`; arguments may be JSON text."""
     inner = value.get("function", value) if isinstance(value, Mapping) else None
     if isinstance(inner, str) and isinstance(value, Mapping):

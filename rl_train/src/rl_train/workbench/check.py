@@ -101,7 +101,7 @@ def _example_calls(tool: Tool) -> list[ToolCall]:
     schema = tool.spec["function"].get("parameters", {})
     arguments = {}
     for name in schema.get("required", ()):
-        parameter = schema["properties"][name]
+        parameter = schema.get("properties", {}).get(name, {})
         values = [
             *parameter.get("examples", ()),
             *parameter.get("enum", ()),

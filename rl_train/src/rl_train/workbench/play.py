@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import ToolCall, messages_of
 from rl_core.testing.environments.local_rollouts import LocalRollouts
 from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow
+from rl_train.tools.parsers import read_call
 
 Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Returns the next answer to a conversation, or None to stop."""
@@ -80,16 +80,10 @@ def play(
 
 def _with_calls(answer: str) -> tuple[str, list[ToolCall]]:
     """The text of an answer, and its tool calls."""
-    calls = []
-    for number, (name, text) in enumerate(_CALL.findall(answer)):
-        call = ToolCall(type="function", id=f"call_{number}", function={"name": name, "arguments": {}})
-        try:
-            call["function"]["arguments"] = json.loads(text or "{}")
-            if not isinstance(call["function"]["arguments"], dict):
-                raise ValueError("expected an object")
-        except ValueError as error:
-            call["error"] = f"the arguments of {name} are not a JSON object: {error}"
-        calls.append(call)
+    calls: list[ToolCall] = [
+        {**read_call({"name": name, "arguments": text or "{}"}), "id": f"call_{number}"}
+        for number, (name, text) in enumerate(_CALL.findall(answer))
+    ]
     return _CALL.sub("", answer).strip(), calls
 
 
