@@ -386,7 +386,7 @@ def test_fields_can_be_named(tmp_path):
     assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
     wrong = rlcore("init", path, "--question", "Frage", "--answer", "Antwrt", "--model", MODEL, "--output", tmp_path / "other")
     assert wrong.returncode == 2
-    assert "row 1 has no field 'Antwrt'" in wrong.stderr
+    assert "no row has a field 'Antwrt'; row 1 has ['Antwort', 'Frage']" in wrong.stderr
 
 
 def test_fields_of_preference_pairs_can_be_named(tmp_path):
@@ -399,7 +399,7 @@ def test_fields_of_preference_pairs_can_be_named(tmp_path):
     assert (train["prompt_key"], train["chosen_key"], train["rejected_key"]) == ("q", "good", "bad")
     assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
     for options, reason in {
-        ("--rejected", "bed", "--question", "q"): "row 1 has no field 'bed': it has ['bad', 'good', 'q']",
+        ("--rejected", "bed", "--question", "q"): "no row has a field 'bed'; row 1 has ['bad', 'good', 'q']",
         ("--question", "q"): "need --chosen and --rejected",
         ("--rejected", "bad"): "with the prompt in a field that --question names",
     }.items():

@@ -32,6 +32,11 @@ class RowFormat:
     response_key: str | None = None
     """Field with a response to imitate, for supervised training; None if it is part of the conversation."""
 
+    @property
+    def question_key(self) -> str:
+        """Field with the question or prompt."""
+        return str(self.keys.get("input_key") or "question")
+
 
 def recognize(rows: Sequence[Row], path: str) -> RowFormat:
     """The format that most rows have.
@@ -91,7 +96,7 @@ def named_fields(
     """
     for name in filter(None, (question, answer, response, chosen, rejected)):
         if all(field_value(row, name) is None for row in rows):
-            raise DataError(f"{path}: row 1 has no field {name!r}: it has {sorted(rows[0])}, and no other row has the field")
+            raise DataError(f"{path}: no row has a field {name!r}; row 1 has {sorted(rows[0])}")
     if chosen or rejected:
         if not chosen or not rejected or answer or response:
             raise ConfigError("Preference pairs need --chosen and --rejected, without --answer and --response.")
@@ -223,17 +228,17 @@ _FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
 
 def has_text_prompts(rows: Sequence[Row], form: RowFormat) -> bool:
     """Whether prompts are a field with text, which a prompt config can contain."""
-    return "record_fn" not in form.keys and _most_have(rows, form.keys.get("input_key") or "question", str)
+    return "record_fn" not in form.keys and _most_have(rows, form.question_key, str)
 
 
 def prompts_ask_for_box(rows: Sequence[Row], form: RowFormat) -> bool:
     """Whether most prompts ask for the answer in a box."""
-    return _most(rows, lambda row: "\\boxed" in str(field_value(row, form.keys.get("input_key") or "question")))
+    return _most(rows, lambda row: "\\boxed" in str(field_value(row, form.question_key)))
 
 
 def has_system_messages(rows: Sequence[Row], form: RowFormat) -> bool:
     """Whether the messages of a row begin with a system message."""
-    prompts = [field_value(row, form.keys.get("input_key") or "question") for row in rows]
+    prompts = [field_value(row, form.question_key) for row in rows]
     firsts = [prompt[0] for prompt in prompts if isinstance(prompt, list) and prompt]
     return any(isinstance(first, Mapping) and first.get("role") in ("system", "developer") for first in firsts)
 
