@@ -100,6 +100,10 @@ def test_a_configured_tools_field_must_exist_in_every_row(read):
         DataError, match=r"rows\.jsonl:1: the field 'functions' \(`tools_key`\) is missing: the row has \['mess"
     ):
         read({"messages": TALK}, tools_key="functions")
+    for row in ({"info": {"tools": None}}, {"info": {"tools": []}}):
+        assert "tools" not in read({"messages": TALK, **row}, tools_key="info.tools")[0]
+    with pytest.raises(DataError, match=r"the field 'info\.tools' \(`tools_key`\) is missing"):
+        read({"messages": TALK, "info": {}}, tools_key="info.tools")
 
 
 def test_a_custom_function_returns_tools_with_its_record(read, tmp_path, monkeypatch):

@@ -15,6 +15,9 @@ def field_value(row: Mapping[str, Any], name: str) -> Any:
 
 
 def with_nested_fields(row: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The row with the nested fields of these names in addition, except those that it lacks."""
-    found = {name: value for name in names if (value := field_value(row, name)) is not None}
-    return {**row, **found} if found else row
+    """The row with the nested fields of these names in addition, even if they are null, except those that it lacks."""
+    found = {}
+    for parent, _, key in (name.rpartition(".") for name in names if name not in row):
+        if isinstance(fields := field_value(row, parent), Mapping) and key in fields:
+            found[f"{parent}.{key}"] = fields[key]
+    return {**row, **found}
