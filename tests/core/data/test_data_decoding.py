@@ -1,13 +1,18 @@
 """The text of sampled tokens: which special tokens rewards see, and that text is not cleaned up."""
 
+import shutil
+
 import pytest
 import torch
+from huggingface_hub import constants
 from model_folders import BOS, END, UNK, byte_level, edit_json, unigram, write_tokenizer
 from template_styles import CHATML, Style, tokenizer_of
 
+from rl_core.config.policy_sections import PolicyConfig
 from rl_core.data.conversation_tokens import decode
 from rl_core.data.tokenizer import load_tokenizer
 from rl_train.data.decoding import control_tokens, decode_answers
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 
 WITH_THINKING = CHATML.replace(
     "{{ message['content'] }}", "{% if message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}"
@@ -91,6 +96,19 @@ def test_end_tokens_of_the_generation_config_are_hidden(with_answer_tokens):
     edit_json(with_answer_tokens / "generation_config.json", eos_token_id=[END, 321])
     tokenizer = load_tokenizer(with_answer_tokens)
     assert decode_answers(tokenizer, [[320, 321, UNK, BOS]]) == ["<answer>"]
+
+
+def test_end_tokens_are_those_of_the_revision_of_the_model(with_answer_tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    edit_json(with_answer_tokens / "config.json", model_type="llama")
+    for revision, end in {"main": 320, "v1": 321}.items():
+        edit_json(with_answer_tokens / "generation_config.json", eos_token_id=end)
+        folder = tmp_path / "hub" / "models--acme--tiny"
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / revision).write_text(f"commit of {revision}")
+        shutil.copytree(with_answer_tokens, folder / "snapshots" / f"commit of {revision}", ignore=lambda *_: ["hub"])
+    tokenizer = load_policy_tokenizer(PolicyConfig(backend="hf", model_name="acme/tiny@v1"))
+    assert decode_answers(tokenizer, [[320, 321]]) == ["<answer>"]
 
 
 def test_decoded_text_is_not_cleaned_up(tmp_path):

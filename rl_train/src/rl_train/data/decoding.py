@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from rl_core.data.conversation_tokens import decode
+from rl_core.data.hub import published_file
 
 _USER, _ANSWER, _NEXT = "rlcoreuser", "rlcoreanswer", "rlcorenext"
 _SYSTEM = {"role": "system", "content": "rlcoresystem"}
@@ -62,7 +62,8 @@ def _control_tokens(tokenizer: Any, template: str) -> Mapping[str, int]:
     if not hasattr(tokenizer, "get_added_vocab"):  # not one of Transformers: all tokens are text
         return {}
     added: dict[str, int] = {name: token for name, token in tokenizer.get_added_vocab().items() if name.strip()}
-    end_ids = {tokenizer.eos_token_id, *_end_ids(str(tokenizer.name_or_path))}
+    model = str(vars(tokenizer).get("published", [tokenizer.name_or_path])[0])  # with its revision
+    end_ids = {tokenizer.eos_token_id, *_end_ids(model)}
     ends = {name for name, token in added.items() if token in end_ids}
     own = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     names = ends.union(str(name) for name in own if name)
@@ -74,12 +75,10 @@ def _control_tokens(tokenizer: Any, template: str) -> Mapping[str, int]:
 
 def _end_ids(model: str) -> list[int]:
     """The end tokens of the generation config next to the tokenizer: a model may have others than its tokenizer."""
-    from transformers.utils import cached_file
-
+    file = published_file(model, "generation_config.json") if model else None
     try:
-        file = Path(cached_file(model, "generation_config.json", local_files_only=True))
-        ids = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
-    except (OSError, ValueError, LookupError, TypeError):  # there is none, or it has no end tokens
+        ids = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"] if file else []
+    except (OSError, ValueError, LookupError, TypeError):  # it has no end tokens
         return []
     return ids if isinstance(ids, list) else [ids]
 
