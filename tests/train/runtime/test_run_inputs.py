@@ -87,6 +87,7 @@ def test_the_tools_that_a_model_is_shown_take_part_with_their_descriptions(input
 def test_a_model_of_the_hub_is_compared_by_its_commit(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert path_digests("acme/tiny") == {}
+    assert path_digests("{{ a long template with the @ of a revision }}" * 10) == {}
     repository = tmp_path / "hub" / "models--acme--tiny"
     for commit in ("a" * 40, "b" * 40):
         (repository / "snapshots" / commit).mkdir(parents=True)

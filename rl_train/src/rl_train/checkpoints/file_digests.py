@@ -53,10 +53,10 @@ def _commit(name: str) -> dict[str, str]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    source, revision = model_source(name)
     try:
+        source, revision = model_source(name)
         cached = try_to_load_from_cache(source, "config.json", revision=revision)
-    except HFValidationError:  # no name of a model, but that of a packaged template or the text of one
+    except (HFValidationError, OSError):  # no name of a model, but that of a packaged template or the text of one
         return {}
     return {"the commit of the hub": Path(cached).parent.name} if isinstance(cached, str) else {}
 
