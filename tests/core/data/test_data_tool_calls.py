@@ -169,6 +169,7 @@ def test_pairs_are_offered_tools_and_results_in_an_answer_may_answer_calls_of_th
             "has tool_calls and the role 'user': tool_calls is only allowed with the role 'assis",
         ),
         ([{**ASKED, "tool_call_id": "1"}], "has tool_call_id and the role 'user'"),
+        ([{**ASKED, "prefix": True}], "has prefix and the role 'user': prefix is only allowed with the role 'assistant'"),
         ([ASKED, CALLED, {**RESULT, "content": {"sky": "wet"}}], "has the content {'sky': 'wet'}: expected a text"),
     ],
 )

@@ -612,3 +612,13 @@ def test_a_final_message_of_the_assistant_is_continued_or_left_out_as_configured
     assert ("end with a message of the assistant, which is left out" in caplog.text) is warned
     [[trained]] = conversation_loader(source, run_of(data), tokenizer, batch_size=1, shuffle=False)
     assert sum(int(message["token_loss_mask"].sum()) for message in trained["message_log"]) == 2, "the answer and its end"
+
+
+def test_an_answer_before_a_begun_one_belongs_to_the_prompt(lines, registry, tokenizer):
+    said = [{"role": role, "content": text} for role, text in (("user", "9+12="), ("assistant", "3"), ("assistant", "2"))]
+    data = DataConfig(train=section(lines("rows", {"prompt": said, "answer": "21"}), input_key="prompt", output_key="answer"))
+    run = run_of(data).model_copy(update={"algorithm": GRPOConfig(num_prompts_per_step=1), "algorithm_name": "grpo"})
+    source, _ = read_data(data, registry)
+    [[datum]] = prompt_loader(source, run, tokenizer, batch_size=1, shuffle=False)
+    assert [message["content"] for message in datum["message_log"]] == ["9+12=", "3"]
+    assert datum["prefill"] == "2"

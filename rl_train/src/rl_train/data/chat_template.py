@@ -18,6 +18,7 @@ import torch
 
 from rl_core.data.conversation_tokens import encode, plain_pieces
 from rl_core.errors import DataError
+from rl_train.data.conversations import is_begun as is_begun
 from rl_train.data.guarded_text import guarded
 from rl_train.data.tool_calls import read_calls
 
@@ -133,11 +134,6 @@ def render(
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
     return text
-
-
-def is_begun(messages: Sequence[Message]) -> bool:
-    """Whether the last message is the beginning of the answer to the others: one of the assistant with `prefix: true`."""
-    return bool(messages) and messages[-1]["role"] == "assistant" and bool(messages[-1].get("prefix"))
 
 
 def unclosed(messages: Sequence[Message]) -> Sequence[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import DataError, format_value
@@ -38,8 +38,15 @@ def read_messages(value: Any, what: str, *, role: str) -> Messages:
     return [_message(message, f"message {number} of {what}") for number, message in enumerate(value)]
 
 
+def is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer to the others: one of the assistant with `prefix: true`."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and bool(messages[-1].get("prefix"))
+
+
 def without_answer(messages: Messages) -> Messages:
-    """The conversation without the final messages of the assistant."""
+    """The conversation without the answer that it begins, or else without the final messages of the assistant."""
+    if is_begun(messages):
+        return messages[:-1]
     prompt = list(messages)
     while prompt and prompt[-1]["role"] == "assistant":
         prompt.pop()
@@ -48,7 +55,7 @@ def without_answer(messages: Messages) -> Messages:
 
 def begun_answer(messages: Messages) -> str:
     """The beginning of the answer, with which the conversation ends; empty if it has none."""
-    return str(messages[-1]["content"]) if messages and messages[-1].get("prefix") else ""
+    return str(messages[-1]["content"]) if is_begun(messages) else ""
 
 
 def with_system_prompt(messages: Messages, system_prompt: str | None) -> Messages:
@@ -90,8 +97,8 @@ def _message(message: Any, what: str) -> dict[str, Any]:
 def _check_role(given: Mapping[str, Any], what: str) -> None:
     if given["role"] not in ROLES:
         raise DataError(f"{what} has the role {given['role']!r}: expected one of {', '.join(ROLES)}")
-    for key, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-        if key in given and given["role"] != role:
+    for key, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("prefix", "assistant")):
+        if given.get(key) and given["role"] != role:
             raise DataError(f"{what} has {key} and the role {given['role']!r}: {key} is only allowed with the role {role!r}")
 
 
