@@ -24,10 +24,12 @@ def overwrite(folder):
             file.write(os.urandom(path.stat().st_size - file.tell()))
 
 
-@pytest.mark.parametrize("form", ["untied", "tied", "sharded", "bin"])
-def test_a_model_on_the_cpu_keeps_its_weights(tmp_path, form):
+@pytest.mark.parametrize(
+    ("form", "device_map"), [("untied", None), ("untied", "cpu"), ("tied", None), ("sharded", None), ("bin", None)]
+)
+def test_a_model_on_the_cpu_keeps_its_weights(tmp_path, form, device_map):
     folder = model_folders.make(tmp_path / "model", form)
-    model = load_model(str(folder), options=HFModelConfig(), dtype=torch.float32)
+    model = load_model(str(folder), options=HFModelConfig(device_map=device_map), dtype=torch.float32)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     overwrite(folder)

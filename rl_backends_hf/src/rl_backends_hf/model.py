@@ -195,8 +195,8 @@ def _load_as_stored(
         init_head(model)
     if "device_map" not in arguments:
         model.to(device)
-        if model.device.type == "cpu":
-            copy_from_files(model)
+    if model.device.type == "cpu":
+        copy_from_files(model)
     check_not_offloaded(model, name)
     check_norms(model, name)
     return model.eval()
