@@ -267,3 +267,11 @@ def test_a_model_without_a_tokenizer_samples_and_refuses_stop_strings(engines, p
     assert engine.generate(batch_of([5], [6]))["generation_lengths"].tolist() == [3, 3]
     with pytest.raises(DataError, match=r"^Row 1 has stop strings \['x'\], which require a tokenizer"):
         engine.generate(batch_of([5], [6], stop_strings=[None, ["x"]]))
+
+
+def test_overrides_of_the_config_that_decide_no_tensors_do_not_stop_the_check_of_files(engines):
+    overrides = {"a_field": 1, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    engine = engines(max_new_tokens=3, vllm_kwargs={"hf_overrides": overrides})
+    assert engine.generate(batch_of([5, 6]))["generation_lengths"].tolist() == [3]
+    with pytest.raises(WorkerError, match=r"input_layernorm\.weight: missing"):
+        engines(vllm_kwargs={"hf_overrides": {"num_hidden_layers": 9}}).generate(batch_of([5]))

@@ -104,9 +104,11 @@ class VllmGenerationWorker(GenerationWorker):
             load_format = vllm_cfg.load_format or ("auto" if files.has_weights else "dummy")
             if load_format != "dummy":
                 # vLLM itself leaves matrices that are missing uninitialized, and ignores biases that the config lacks.
-                overrides = config.vllm_kwargs.get("hf_overrides") or {}
+                # Fields that the class lacks, and those of positions, decide no tensors.
+                overrides = dict(config.vllm_kwargs.get("hf_overrides") or {})
+                fields = {key for key in overrides if hasattr(files.hf_config, key) and not key.startswith("rope_")}
                 with with_key("policy.generation.model_name"):
-                    check_files(config.model_name, **overrides)
+                    check_files(config.model_name, **{key: overrides[key] for key in fields})
             self._sampling = self._settings(files)
             self._engine = _start(self._arguments(files, load_format), asynchronous=vllm_cfg.async_engine)
         self._requests = InFlightRequests(self._engine)
