@@ -98,20 +98,24 @@ def test_metadata_and_tensors_that_transformers_does_not_read_are_refused_by_nam
         model_without_weights(str(file), options=HFModelConfig())
 
 
-def test_metadata_that_says_what_transformers_reads_is_accepted(model_folder, tmp_path):
+@pytest.mark.parametrize("scaling", [gguf.RopeScalingType.NONE, gguf.RopeScalingType.LINEAR])
+def test_metadata_that_says_what_transformers_reads_is_accepted(model_folder, tmp_path, scaling):
     plain, file = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama")), tmp_path / "tiny.gguf"
 
     def add(writer):
         writer.add_rope_dimension_count(8)
         writer.add_key_length(8)
         writer.add_value_length(8)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(0.0)
         writer.add_rope_scaling_finetuned(False)
         writer.add_expert_count(0)
 
     write_gguf(file, plain, add)
     model = model_without_weights(str(file), options=HFModelConfig())
     assert model.config.rope_parameters["rope_type"] == "default"
+    with model_files(str(file), tokenizer_name=None, trust_remote_code=False, temp_dir=tmp_path):
+        pass
 
 
 def write_tokenizer(path, model, *, tokens, add):

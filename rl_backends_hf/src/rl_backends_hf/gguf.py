@@ -14,6 +14,8 @@ _ROPE: Final = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+_UNSCALED: Final = (0.0, 1.0)
+"""Factors of rope scaling with which llama.cpp scales nothing."""
 _SHAPES: Final = {
     "block_count", "embedding_length", "feed_forward_length", "expert_count", "expert_feed_forward_length", "vocab_size",
     "expert_shared_feed_forward_length", "context_length", "tensor_data_layout", "rope.scaling.type", "rope.scaling.finetuned",
@@ -35,7 +37,7 @@ def restore_config(config: Any, file: Path) -> None:
     values = {key.removeprefix(f"{family}."): value for key, value in metadata.items() if key.startswith(f"{family}.")}
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     scaling, kind = {}, values.get("rope.scaling.type", "linear")
-    if kind in ("linear", "yarn") and values.get("rope.scaling.factor", 1.0) != 1.0 and "rope_theta" in rope:
+    if kind in ("linear", "yarn") and values.get("rope.scaling.factor", 0.0) not in _UNSCALED and "rope_theta" in rope:
         keys = _ROPE if kind == "yarn" else ("rope.scaling.factor",)
         scaling = {"rope_type": kind, **{_ROPE[key]: values.pop(key) for key in keys if key in values}}
     if "rope_freqs.weight" in tensors:

@@ -97,12 +97,12 @@ def _refuse_rope_scaling(file: Path) -> None:
     from transformers.integrations.gguf import read_gguf_metadata
 
     metadata, tensors = read_gguf_metadata(str(file))
-    scaled = [key for key, value in metadata.items() if key.endswith(".rope.scaling.factor") and value != 1.0]
+    scaled = [key for key, value in metadata.items() if key.endswith(".rope.scaling.factor") and value not in (0.0, 1.0)]
     scaled += [f"the tensor {name}" for name in tensors if name.startswith("rope_")]
     if scaled:
         raise ConfigError(
-            f"policy.generation: {file} has rope scaling ({scaled[0]}), which is not in the config that Transformers reads for "
-            "vLLM. Use the folder of the model that the file was made from, or `policy.generation.backend: hf`."
+            f"policy.generation: {file} has rope scaling ({scaled[0]}), which vLLM would ignore. Use the folder of "
+            "the model that the file was made from, or `policy.generation.backend: hf`."
         )
 
 
