@@ -25,6 +25,11 @@ class TokenizerConfig(Section):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
     """Variables passed to the chat template whenever it is rendered, such as `{enable_thinking: false}`. A name that the
     template does not use is an error."""
+
+
+class PolicyTokenizerConfig(TokenizerConfig):
+    """Tokenizer and chat template of a run, and what text says of special tokens."""
+
     visible_special_tokens: Literal["content", "all", "none"] = "content"
     """Special tokens in the text of completions, for rewards, tools, logs and clients. `content` hides those that mark
     beginning, end, padding, unknown text and the turns of the chat template; `none` hides all."""
@@ -233,7 +238,7 @@ class PolicyConfig(ComponentSection):
     model)."""
     frozen: bool = False
     """Whether the model is never trained, such as a teacher. A frozen model needs no memory for an optimizer and gradients."""
-    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    tokenizer: PolicyTokenizerConfig = Field(default_factory=PolicyTokenizerConfig)
     """Tokenizer; defaults to the one of the model."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Data type of weights and activations. Optimizer state and log-probabilities are always float32. By default, bfloat16 on

@@ -30,7 +30,7 @@ def decode_answers(tokenizer: Any, answers: Sequence[Any]) -> list[str]:
 
 
 def hidden_tokens(tokenizer: Any) -> frozenset[int]:
-    """The ids of special tokens that sampled text does not show, see `TokenizerConfig.visible_special_tokens`."""
+    """The ids of special tokens that sampled text does not show, see `PolicyTokenizerConfig.visible_special_tokens`."""
     return _special_tokens(tokenizer, *_settings(tokenizer))[0]
 
 
