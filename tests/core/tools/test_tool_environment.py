@@ -263,3 +263,14 @@ def test_a_tool_that_raises_the_same_exception_in_most_calls_is_reported_once_wi
     line = fails.__code__.co_firstlineno + 1
     expected = f"Fails: the tool fails raised KeyError at {__file__}:{line} in 10 of its 10 calls"
     assert [text.partition(",")[0] for text in own_messages() if "raised" in text] == [expected]
+
+
+def test_a_tool_that_raises_in_most_calls_is_reported_after_any_number_of_good_calls(own_messages):
+    class Fails(Answers):
+        functions = (fails_for_odd_numbers,)
+
+    environment = Fails({"max_tool_turns": 100})
+    for x in [0] * 11 + [1] * 20:
+        environment.step([asks(call("fails_for_odd_numbers", x=x), call("unknown", x=x))], [None])
+    [message] = [text for text in own_messages() if "raised" in text]
+    assert "in 12 of its 23 calls" in message

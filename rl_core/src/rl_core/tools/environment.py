@@ -22,7 +22,7 @@ from rl_core.tools.specs import Tool
 _log = logging.getLogger("rlcore.tools")
 _STATE = "tool_use"
 _MANY_RAISED = 10
-"""Number of equal exceptions of a tool after which it is reported."""
+"""Number of equal exceptions from which a tool is reported."""
 PENALTY = "invalid_calls"
 """Name of the reward that contains the penalties of invalid calls."""
 
@@ -52,6 +52,7 @@ class ToolEnvironment(EnvironmentInterface):
         self.config = self._read(config)
         self.tools = _by_name(self.functions_of(self.config), type(self).__name__)
         self._ran: Counter[tuple[str, str]] = Counter()  # by tool and exception; all calls of a tool have no exception
+        self._reported: set[tuple[str, str]] = set()
         self._runner = CallRunner(
             tools=self.tools,
             timeout_s=self.config.call_timeout_s,
@@ -97,9 +98,10 @@ class ToolEnvironment(EnvironmentInterface):
         """As `CallRunner.run`; warns once of a tool that raises the same exception in most of its calls."""
         results = self._runner.run(calls, sessions)
         for name, result in zip((call["function"]["name"] for call in calls), results, strict=True):
-            self._ran.update({(name, ""), (name, result.raised)})
+            self._ran.update({(name, ""), (name, result.raised)} if name in self.tools else ())
             count, total = self._ran[name, result.raised], self._ran[name, ""]
-            if result.raised and count == _MANY_RAISED and count > total / 2:
+            if count >= _MANY_RAISED and count > total / 2 and result.raised and (name, result.raised) not in self._reported:
+                self._reported.add((name, result.raised))
                 what = f"the tool {name} raised {result.raised} in {count} of its {total} calls"
                 _log.warning("%s: %s, the last time: %s", type(self).__name__, what, result.content)
         return results
