@@ -159,7 +159,11 @@ def test_the_pipeline_of_the_overview_samples_and_scores():
 def test_columns_of_a_batch_pass_through_generate_to_the_environment(column, tokenized):
     questions = ["12+34=", "55+22="]
     rows = [
-        {column: [{"role": "user", "content": text}] if column == "messages" else text, "expected_answer": answer}
+        {
+            column: [{"role": "user", "content": text}] if column == "messages" else text,
+            "expected_answer": answer,
+            "sampling": {"top_logprobs": 1},
+        }
         for text, answer in zip(questions, ["46", "77"], strict=True)
     ]
     if tokenized:
@@ -175,6 +179,7 @@ def test_columns_of_a_batch_pass_through_generate_to_the_environment(column, tok
         expected = environment.step(conversations, [{"expected_answer": answer} for answer in ("46", "77")])
         assert rewards.rewards.tolist() == expected.rewards.tolist()
         assert [row["expected_answer"] for row in rewards.metadata] == ["46", "77"]
+        assert not {"top_logprobs", "failures", "messages"} & rewards.metadata[0].keys()
     finally:
         generator.shutdown()
         environment.shutdown()

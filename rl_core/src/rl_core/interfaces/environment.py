@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from rl_core.errors import DataError
+from rl_core.interfaces.generation import GenerationOutputSpec
 from rl_core.interfaces.messages import Message as Message
 from rl_core.interfaces.messages import Observation, ToolSpec
 from rl_core.interfaces.private_names import PrivateNames
@@ -169,5 +170,6 @@ def _metadata(generation: Mapping[str, Any]) -> list[Any]:
     """The states of the rows of a generation: `extra_env_info`, or the lists among its columns, which came with the prompts."""
     if "extra_env_info" in generation:
         return list(generation["extra_env_info"])
-    columns = {key: values for key, values in generation.items() if isinstance(values, list) and key != "messages"}
+    outputs = GenerationOutputSpec.__annotations__
+    columns = {key: values for key, values in generation.items() if isinstance(values, list) and key not in outputs}
     return [{key: values[row] for key, values in columns.items()} for row in range(len(generation["messages"]))]
