@@ -6,7 +6,7 @@ from threading import Event, current_thread
 
 import pytest
 
-from rl_core.event_loop import in_thread
+from rl_core.event_loop import finished, in_thread
 
 _ROW: ContextVar[str] = ContextVar("row", default="")
 
@@ -56,3 +56,15 @@ def test_a_call_that_ends_after_its_event_loop_changes_nothing():
     release.set()
     threads[0].join(60.0)
     assert not threads[0].is_alive()
+
+
+def test_an_awaitable_is_finished_with_and_without_a_running_event_loop():
+    async def row():
+        await asyncio.sleep(0)
+        return _ROW.get()
+
+    async def notebook():
+        _ROW.set("row 4")
+        return finished(row())
+
+    assert (finished(row()), finished("row 5"), asyncio.run(notebook())) == ("", "row 5", "row 4")

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -45,12 +45,19 @@ def in_thread(call: Callable[[], ResultT], *, name: str) -> asyncio.Future[Resul
 
 
 def finished(value: Any) -> Any:
-    """The result of an awaitable, which runs in a new event loop in this thread; any other value as it is."""
+    """The result of an awaitable, which runs in a new event loop; any other value as it is."""
+    if not inspect.isawaitable(value):
+        return value
 
     async def awaited() -> Any:
         return await value
 
-    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(awaited())
+    with ThreadPoolExecutor(1) as thread:  # a thread has one running event loop, and that of a notebook runs already
+        return thread.submit(copy_context().run, asyncio.run, awaited()).result()
 
 
 class EventLoopThread:
