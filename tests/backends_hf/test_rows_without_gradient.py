@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_core.dispatch.training_rows import TrainingRows
+from rl_core.dispatch.replica_rows import TrainingRows
 from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn
 
 FORMS = {

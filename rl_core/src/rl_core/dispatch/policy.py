@@ -15,9 +15,8 @@ from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import right_padded
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups
-from rl_core.dispatch.replica_rows import check_rows, pad_rows_to_multiple, select_columns
+from rl_core.dispatch.replica_rows import TrainingRows, check_rows, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
-from rl_core.dispatch.training_rows import TrainingRows
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec

@@ -86,7 +86,8 @@ class TextGeneration(PrivateNames):
             # Loading the tokenizer of a folder that has none raises an error that says so.
             name = self.config.model_name
             self._tokenizer = find_tokenizer(name, self.tokenizer_section) or load_tokenizer(name)
-        rows = [_token_ids(prompt, self._tokenizer) for prompt in prompts]
+        ids = [conversation_tokens(_as_messages(each), self._tokenizer, add_generation_prompt=True) for each in prompts]
+        rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
         return BatchedDataDict(
             {
                 "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),
@@ -104,12 +105,9 @@ class TextGeneration(PrivateNames):
 
 def _conversations(data: Mapping[str, Any]) -> list[Conversation] | None:
     """The conversation of each row: its `messages`, or a user message with its `prompt` or `question`; None without them."""
-    if "messages" in data:
-        return list(data["messages"])
-    texts = data.get("prompt", data.get("question"))
-    return None if texts is None else [[{"role": "user", "content": text}] for text in texts]
+    column = next((name for name in ("messages", "prompt", "question") if name in data), None)
+    return None if column is None else [*map(_as_messages, data[column])]
 
 
-def _token_ids(prompt: str | Conversation, tokenizer: Any) -> torch.Tensor:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return torch.tensor(conversation_tokens(messages, tokenizer, add_generation_prompt=True), dtype=torch.int64)
+def _as_messages(prompt: str | Conversation) -> Conversation:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
