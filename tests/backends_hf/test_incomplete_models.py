@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from command_line import rlcore
+from huggingface_hub import constants
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig
@@ -106,7 +107,7 @@ def test_a_resumed_checkpoint_without_a_tensor_leaves_the_policy_unchanged(damag
     assert policy.weight_fingerprint() == before
 
 
-def test_a_head_that_tying_replaces_is_not_missing_but_one_that_differs_is_refused(tmp_path):
+def test_a_head_that_tying_replaces_is_not_missing_but_one_that_differs_is_refused(tmp_path, monkeypatch):
     for form in ("tied", "tied with both tensors"):
         load_model(str(model_folders.make(tmp_path / form, form)), options=HFModelConfig(), dtype=torch.float32)
         check_files(str(tmp_path / form))
@@ -115,6 +116,13 @@ def test_a_head_that_tying_replaces_is_not_missing_but_one_that_differs_is_refus
         HuggingFacePolicy(str(tmp_path / form)).wait_ready()
     with pytest.raises(UserError, match=r"differs from .*, although `tie_word_embeddings` is true"):
         check_files(str(tmp_path / form))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--acme--tiny"
+    shutil.copytree(tmp_path / form, cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    with pytest.raises(UserError, match=r"differs from .*, although `tie_word_embeddings` is true"):
+        check_files("acme/tiny")
 
 
 def test_tensors_that_published_models_have_in_addition_are_named_once_and_not_an_error(tmp_path, caplog):

@@ -11,7 +11,7 @@ def policy_advice(config: HFPolicyConfig, doing: str) -> str:
 
     Args:
         config: the section of the model.
-        doing: the phase, as `rl_core.interfaces.worker.explaining_memory` names it.
+        doing: the phase, as `rl_core.interfaces.worker_context.explaining_memory` names it.
     """
     hf, keys = config.hf_cfg, []
     training = doing == "training"

@@ -11,7 +11,7 @@ def memory_advice(config: MegatronPolicyConfig, doing: str) -> str:
 
     Args:
         config: the section of the model.
-        doing: the phase, as `rl_core.interfaces.worker.explaining_memory` names it.
+        doing: the phase, as `rl_core.interfaces.worker_context.explaining_memory` names it.
     """
     megatron, keys = config.megatron_cfg, []
     training = doing == "training"

@@ -85,8 +85,8 @@ class ScorerEnvironment(EnvironmentInterface):
         scores = self.score_batch(message_log_batch, metadata)
         if len(scores) != len(metadata):
             raise UserError(f"{type(self).__name__}.score_batch returned {len(scores)} scores for {len(metadata)} answers.")
-        if (wrong := next((one for one in scores if not isinstance(one, Score)), self)) is not self:
-            raise UserError(f"{type(self).__name__} returned {format_value(wrong)} for an answer. Return Score(reward).")
+        if wrong := [one for one in scores if not isinstance(one, Score)]:
+            raise UserError(f"{type(self).__name__} returned {format_value(wrong[0])} for an answer. Return Score(reward).")
         return environment_return([_result(score, info) for score, info in zip(scores, metadata, strict=True)])
 
     def global_post_process_and_metrics(

@@ -100,7 +100,7 @@ class TrainableInterface(ABC):
         )
 
     def try_save(self, weights_path: str | Path) -> None:
-        """Write to a folder what `save_checkpoint` writes apart from weights and states; called before the first step."""
+        """Write the files of `save_checkpoint` that describe the model to a folder; called before the first step."""
         return None
 
     def find_non_finite(self) -> str | None:

@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from rl_core.data.hub import pretrained_location
+from rl_core.data.hub import pretrained_location, published_file
 from rl_core.errors import UserError
 
 Head = Literal["tokens", "scalar"]
 """`policy.head`."""
 
 CLASSIFIER: Final = "ForSequenceClassification"
-"""Suffixes of Transformers' classes with a head for sequence scores."""
+"""Suffix of Transformers' classes with a head for sequence scores."""
 _log = logging.getLogger("rlcore")
 _FILES: Final = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _LISTED: Final = 6
@@ -77,7 +77,7 @@ def check_loaded(model: Any, report: Mapping[str, Any], *, name: str, error: typ
 
 
 def check_files(name: str, *, head: Head | None = None, error: type[UserError] = UserError, **arguments: Any) -> None:
-    """As `check_loaded`, before a model is loaded: reads only the headers of its files.
+    """As `check_loaded`, before a model is loaded: reads only the headers of its files, and tied tensors that are stored twice.
 
     Models with their own code or quantized weights are not compared: that would run the code, or needs another library.
 
@@ -147,9 +147,10 @@ def weights_file(name: str) -> Path | None:
 
 
 def _differ(name: str, one: str, other: str) -> bool:
-    """Whether the safetensors files of a folder have two tensors that differ."""
+    """Whether the safetensors files of a model have two tensors that differ."""
     stored: dict[str, Any] = {}
-    for path in Path(name).expanduser().glob("*.safetensors"):
+    config = published_file(name, "config.json")
+    for path in config.parent.glob("*.safetensors") if config else ():
         with safe_open(path, framework="pt") as file:
             stored |= {key: file.get_tensor(key) for key in {one, other}.intersection(file.keys())}
     return len(stored) == 2 and not stored[one].equal(stored[other])

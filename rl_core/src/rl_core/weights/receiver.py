@@ -1,7 +1,7 @@
 """The receiving half of a refit, for generation workers: accepts, counts and digests weights.
 
 A worker derives from `WeightReceiver` and defines its expected weights and how to load them. If its live tensors have the names
-of the manifest, it derives from `rl_core.weights.receiver.WeightSink` instead, which does both.
+of the manifest, it derives from `WeightSink` instead, which does both.
 """
 
 from __future__ import annotations
