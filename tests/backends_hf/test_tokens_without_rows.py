@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import model_folders
 import pytest
@@ -10,9 +11,14 @@ import torch
 from command_line import rlcore
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError, WorkerError
 from rl_train.algorithms import NLLLossFn
+from rl_train.algorithms.sft_config import SFTConfig
+from rl_train.assembly.model_checks import tokenizer_warnings
+from rl_train.config.schema import DataConfig, LossConfig, RunConfig
 
 
 @pytest.fixture
@@ -45,7 +51,10 @@ def test_tokens_that_the_data_does_not_use_are_only_a_warning(folder):
 def test_a_row_with_such_a_token_is_an_error_with_the_token_and_what_to_do(folder):
     code, output = validate(folder, ("1+2=", "3"), ("2+3=", "<answer>5</answer>"))
     assert code == 2
-    assert "row 1 contains the token '<answer>' (id 320), which has no row in the embedding of the model (320 rows)" in output
+    assert (
+        f"jsonl: {folder}/rows.jsonl:2 contains the token '<answer>' (id 320), which has no row in the embedding of " in output
+    )
+    assert f"{folder} (320 rows)" in output
     assert "resize_token_embeddings" in output
 
 
@@ -55,6 +64,17 @@ def test_an_end_or_padding_token_without_a_row_is_an_error(folder, name):
     code, output = validate(folder, ("1+2=", "3"), ("2+3=", "5"))
     assert code == 2
     assert f"the {name[:3].upper()} token 'Zaphod' has id 322, which has no row in the embedding" in output
+
+
+def test_the_message_names_the_model_with_the_fewest_rows_and_their_number(folder, tmp_path):
+    smaller = shutil.copytree(folder, tmp_path / "smaller")
+    model_folders.edit_json(smaller / "config.json", vocab_size=300)
+    policy, teacher = (PolicyConfig(backend="hf", model_name=str(path)) for path in (folder, smaller))
+    tokenizer = load_tokenizer(folder)
+    algorithm = {"algorithm": SFTConfig(), "algorithm_name": "sft", "loss_fn": LossConfig()}
+    config = RunConfig(policy=policy, teacher=teacher, data=DataConfig(), **algorithm)
+    [problem] = tokenizer_warnings(config, tokenizer)
+    assert f"23 of 323 tokens have no row in the embedding of {smaller} (300 rows), such as" in problem.message
 
 
 @pytest.mark.parametrize("form", ["untied", "padded vocabulary", "added tokens"])

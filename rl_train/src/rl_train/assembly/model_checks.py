@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,40 +64,41 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
     read_model_files(model, tokenizer, trust_remote_code=trusted, eos_token_id=given.eos_token_id)
 
 
-def tokens_without_rows(config: RunConfig, tokenizer: Any) -> dict[int, str]:
-    """Tokens of the policy's tokenizer, by id, that have no row in the embedding of one of the run's models."""
+def tokens_without_rows(config: RunConfig, tokenizer: Any) -> tuple[str, int, dict[int, str]]:
+    """The model of the run whose embedding has the fewest rows, their number, and the tokens without one, by id."""
     sizes = []
     for model in models_of(config).values():
         options = _loading_options(model)
         found = read_model_config(model.model_name, trust_remote_code=options.get("trust_remote_code", False))
         own = getattr(found.get_text_config(decoder=True), "vocab_size", None) if found is not None else None
-        sizes.append(options.get("config_overrides", {}).get("vocab_size", own))
-    rows = min((size for size in sizes if size is not None), default=None)
-    return {} if rows is None else {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
+        if (size := options.get("config_overrides", {}).get("vocab_size", own)) is not None:
+            sizes.append((size, model.model_name))
+    rows, name = min(sizes, key=lambda size: size[0], default=(sys.maxsize, ""))
+    return name, rows, {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
 
 
 def tokenizer_problems(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:
     """Tokens that every run uses and that have no row in the embedding."""
-    missing = tokens_without_rows(config, tokenizer)
+    model, rows, missing = tokens_without_rows(config, tokenizer)
     for name in ("bos", "eos", "pad"):
         number = getattr(tokenizer, f"{name}_token_id")
         if number in missing:
             yield Problem(
                 _tokenizer_path(config),
                 f"the {name.upper()} token {missing[number]!r} has id {number}, which has no row in the embedding of "
-                f"{config.policy.model_name} ({min(missing)} rows). {WITHOUT_ROWS}",
+                f"{model} ({rows} rows). {WITHOUT_ROWS}",
             )
 
 
 def tokenizer_warnings(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:
     """Other tokens that have no row in the embedding: an error only for rows that contain them."""
-    missing = tokens_without_rows(config, tokenizer)
+    model, rows, missing = tokens_without_rows(config, tokenizer)
     if missing:
         first = ", ".join(f"{missing[number]!r} ({number})" for number in sorted(missing)[:3])
         yield Problem(
             _tokenizer_path(config),
-            f"{len(missing)} of {len(tokenizer)} tokens have no row in the embedding of {config.policy.model_name} "
-            f"({min(missing)} rows), such as {first}. Rows of the data that contain one are refused. {WITHOUT_ROWS}",
+            f"{len(missing)} of {len(tokenizer)} tokens have no row in the embedding of {model} ({rows} rows), such as {first}."
+            f" Rows of the data that contain one are refused. {WITHOUT_ROWS}",
         )
 
 

@@ -91,7 +91,7 @@ class DataLoaders:
         if needs.records is not None and train is not None:
             self.batches = answers(train, batch_size=needs.records.records_per_step, shuffle=config.data.shuffle)
         rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
-        refuse_tokens_without_rows(rows, tokens_without_rows(config, tokenizer))
+        refuse_tokens_without_rows(rows, *tokens_without_rows(config, tokenizer))
         self.unknown_tokens = self._count_unknown_tokens(rows, tokenizer)
 
     def metrics(self) -> dict[str, float]:

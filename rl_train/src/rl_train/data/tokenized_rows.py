@@ -51,8 +51,12 @@ class TokenizedRows(Sequence[Any]):
             self._warn_of_control_tokens(record, int(index))
             self._warn_of_a_missing_end(datum)
         except DataError as error:
-            raise BadRowError(BadRow.of(f"{self._name}: {row_location(self.records, index)}", error)) from error
+            raise BadRowError(BadRow.of(self.row_location(index), error)) from error
         return datum
+
+    def row_location(self, index: int) -> str:
+        """Name of the dataset and location of the row of a record."""
+        return f"{self._name}: {row_location(self.records, index)}"
 
     def _warn_of_control_tokens(self, record: Mapping[str, Any], index: int) -> None:
         """Name a row whose text has control tokens: each of the first five, then every hundredth."""
@@ -65,8 +69,8 @@ class TokenizedRows(Sequence[Any]):
         kept = "is tokenized as text, not as a control token (policy.tokenizer.parse_control_tokens: true changes this)"
         parsed = f"becomes a control token, because {type(tokenizer).__name__} cannot tokenize it as text. Remove it"
         become = kept if keeps_text(tokenizer) else parsed
-        where = f"{self._name}: {row_location(self.records, index)}"
-        _log.warning("%s has the text %s, which %s. Rows with such text so far: %d", where, ", ".join(names), become, count)
+        where, texts = self.row_location(index), ", ".join(names)
+        _log.warning("%s has the text %s, which %s. Rows with such text so far: %d", where, texts, become, count)
 
     def _warn_of_a_missing_end(self, datum: Mapping[str, Any]) -> None:
         """Warn if the first trained answer of supervised training ends with its content."""

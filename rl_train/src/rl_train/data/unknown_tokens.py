@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import DataError
+from rl_train.data.holdout import row_location
 
 ROWS_READ = 256
 """Rows that are tokenized to measure the fraction: about a second, before a worker starts."""
@@ -58,12 +59,16 @@ def count_unknown_tokens(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> U
     return UnknownTokens(fraction=found / max(tokens, 1), rows=read, example=example)
 
 
-def refuse_tokens_without_rows(rows: Sequence[Mapping[str, Any]], missing: Mapping[int, str]) -> None:
-    """Check the first `ROWS_READ` rows for tokens that have no row in the model's embedding.
+def refuse_tokens_without_rows(
+    rows: Sequence[Mapping[str, Any]], model: str, embeddings: int, missing: Mapping[int, str]
+) -> None:
+    """Check the first `ROWS_READ` rows for tokens that have no row in a model's embedding.
 
     Args:
         rows: tokenized prompts, conversations or pairs.
-        missing: these tokens, by id.
+        model: name of the model.
+        embeddings: number of rows of its embedding.
+        missing: tokens without one, by id.
 
     Raises:
         DataError: a row contains one.
@@ -72,8 +77,8 @@ def refuse_tokens_without_rows(rows: Sequence[Mapping[str, Any]], missing: Mappi
         used = {token for message in _messages(rows[number]) for token in message["token_ids"].tolist()}
         if found := sorted(used.intersection(missing)):
             raise DataError(
-                f"training row {number} contains the token {missing[found[0]]!r} (id {found[0]}), which has no row in the "
-                f"embedding of the model ({min(missing)} rows). {WITHOUT_ROWS}"
+                f"{row_location(rows, number)} contains the token {missing[found[0]]!r} (id {found[0]}), which has no row in "
+                f"the embedding of {model} ({embeddings} rows). {WITHOUT_ROWS}"
             )
 
 
