@@ -64,6 +64,8 @@ def other_base(checkpoint: Path, base: str) -> str | None:
     key = "policy.model_name"
     has_adapters = not (checkpoint / "policy" / "weights" / MODEL_FILE).is_file() and not (checkpoint / MODEL_FILE).is_file()
     then = inputs_in(read_state(checkpoint)).get(key, {}) if has_adapters else {}
+    if not then:
+        return None
     now = path_digests(base)
     changes = input_changes({key: base_weights(then)}, {key: base_weights(now)})
     # A copy of a model of the hub's cache cannot be compared with its commit.
