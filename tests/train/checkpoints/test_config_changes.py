@@ -1,8 +1,12 @@
 """Config changes that a resume allows, and those that make it a different run."""
 
+import re
+
 import pytest
 
-from rl_train.checkpoints.config_changes import Defaults, config_changes
+from rl_core.errors import CheckpointError
+from rl_train.checkpoints.config_changes import Defaults, config_changes, refuse_changes
+from rl_train.checkpoints.inputs import ROWS
 
 OLD = {
     "grpo": {"max_num_steps": 10, "seed": 1},
@@ -79,3 +83,11 @@ def test_null_instead_of_a_fixed_default_is_not_a_change_if_the_devices_decide()
     assert config_changes(old, new, "grpo") == {"policy.generation.sleep_level": (0, None)}
     assert config_changes(old, new, "grpo", defaults=Defaults(by_device={path})) == {}
     assert config_changes(old, nested(path, 1), "grpo", defaults=Defaults(by_device={path}))
+
+
+def test_other_rows_are_refused_whatever_else_of_the_data_changed(tmp_path):
+    before = {"data.train.path": {"a digest": "1", "old": "1", ROWS: "1"}}
+    after = {"data.train.path": {"a digest": "2", "new": "1", ROWS: "2"}}
+    with pytest.raises(CheckpointError, match=re.escape("A resume cannot change data.train.path: the order")) as refused:
+        refuse_changes(tmp_path, OLD, OLD, "grpo", allow=True, inputs=(before, after))
+    assert "data.train.path: a digest changed, new was added, old was removed, and 1 more\n" in str(refused.value)

@@ -98,11 +98,8 @@ def config_changes(
     }
 
 
-def described_changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str, *, defaults: Defaults, inputs: tuple[Inputs, Inputs]
-) -> str:
-    """One line per change of the config or of its inputs; arguments as for `config_changes`."""
-    changes = config_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
+def described_changes(changes: Mapping[str, tuple[Any, Any]], inputs: tuple[Inputs, Inputs]) -> str:
+    """One line per change of the config, from `config_changes`, or of its inputs."""
     # What a new value refers to is not compared with the old one, unless they have something in common.
     of_inputs = {
         key: words
@@ -158,8 +155,9 @@ def refuse_changes(
         )
     changes = config_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
     fixed = {key: FIXED[key] for key in changes if key in FIXED}
-    fixed |= {key: _FIXED_ROWS for key, words in input_changes(*inputs).items() if words.startswith(ROWS)}
-    described = described_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
+    data = sorted(inputs[0].keys() & inputs[1].keys())
+    fixed |= {key: _FIXED_ROWS for key in data if inputs[0][key].get(ROWS) != inputs[1][key].get(ROWS)}
+    described = described_changes(changes, inputs)
     if fixed:
         raise CheckpointError(
             f"{checkpoint} was written with another config:\n{described}\n"

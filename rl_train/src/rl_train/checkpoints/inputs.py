@@ -26,7 +26,8 @@ def input_changes(old: Inputs, new: Inputs) -> dict[str, str]:
         then, now = old[key], new[key]
         names = sorted(name for name in {**then, **now} if then.get(name) != now.get(name))
         if names:
-            shown = [f"{name}{' (new)' * (name not in then)}{' (missing)' * (name not in now)}" for name in names]
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            changes[key] = f"{', '.join(shown[:_MOST_NAMED])}{more} changed"
+            verbs = ("was added" if name not in then else "changed" if name in now else "was removed" for name in names)
+            shown = [f"{name} {verb}" for name, verb in zip(names, verbs, strict=True)]
+            more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            changes[key] = ", ".join(shown[:_MOST_NAMED]) + more
     return changes

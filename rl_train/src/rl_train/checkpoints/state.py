@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.trainable import TrainableInterface
-from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults, described_changes, refuse_changes
+from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults, config_changes, described_changes, refuse_changes
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.damage import read_state as read_state
 from rl_train.checkpoints.disk_space import check_disk_space
@@ -55,6 +55,7 @@ class Checkpoints:
         model_names: names of the published models that are trained, by the keys of `models`.
         schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
         free_memory_for: called with each model before it is saved or loaded, see `Run.free_memory_for`.
+        restored: the state of the checkpoint that was restored; empty if there is none.
     """
 
     store: CheckpointStore
@@ -69,8 +70,8 @@ class Checkpoints:
     inputs: Inputs = field(default_factory=dict)
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
     free_memory_for: Callable[[object], None] = lambda _: None
+    restored: Mapping[str, Any] = field(default_factory=dict, init=False)
     _algorithm_state: dict[str, Stateful] = field(default_factory=dict, init=False)
-    _found: Mapping[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def keep(self, name: str, component: Stateful) -> None:
         """Save additional state of the algorithm in each checkpoint, and restore it if a checkpoint was restored.
@@ -78,8 +79,8 @@ class Checkpoints:
         It is unchanged if the checkpoint does not contain it, because that was written with another config.
         """
         self._algorithm_state[name] = component
-        if name in self._found:
-            component.load_state_dict(self._found[name])
+        if name in (found := self.restored.get("algorithm", {})):
+            component.load_state_dict(found[name])
 
     def check_disk_space(self, *, num_saves: int) -> None:
         """Compare the free space with the size of the run's checkpoints; call it before the first step.
@@ -165,11 +166,11 @@ class Checkpoints:
             if isinstance(part, HasFiles):
                 part.save_files(folder / name)
 
-    def changes_since(self, checkpoint: Path) -> str:
-        """One line per change of the config, or of what it refers to, since a checkpoint was written."""
-        state = read_state(checkpoint)
-        inputs = (inputs_in(state), self.inputs)
-        return described_changes(state["config"], self.config, self.algorithm, defaults=self.defaults, inputs=inputs)
+    def changes(self) -> str:
+        """One line per change of the config, or of what it refers to, since the restored checkpoint was written."""
+        old, inputs = self.restored["config"], (inputs_in(self.restored), self.inputs)
+        changes = config_changes(old, self.config, self.algorithm, defaults=self.defaults, inputs=inputs)
+        return described_changes(changes, inputs)
 
     def restore(self, checkpoint: Path, *, allow_config_change: bool = False, verify: bool = True) -> int:
         """Restore the run from `checkpoint`.
@@ -201,10 +202,9 @@ class Checkpoints:
             _load_part(part, name, state, checkpoint)
             if isinstance(part, HasFiles):
                 part.load_files(checkpoint / name)
-        self._found = state.get("algorithm", {})
+        self.restored = state
         for name, part in self._algorithm_state.items():
-            if name in self._found:
-                part.load_state_dict(self._found[name])
+            self.keep(name, part)
         return int(state["step"])
 
 

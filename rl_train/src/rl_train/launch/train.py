@@ -202,14 +202,13 @@ def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: 
     # Its files were verified against their digests before the models were loaded.
     run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
     _print_if(console, f"resumed from {checkpoint}: {run.first_step} steps done")
-    state = read_state(checkpoint)
-    if changes := run.checkpoints.changes_since(checkpoint):
+    if changes := run.checkpoints.changes():
         _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, changes)
     trained_steps = {}
     for name, model in run.checkpoints.models.items():
         with suppress(NotSupportedError):
             trained_steps[name] = model.weight_version
-    for message in schedule_changes(run.config, state.get("schedule_lengths", {}), trained_steps):
+    for message in schedule_changes(run.config, run.checkpoints.restored.get("schedule_lengths", {}), trained_steps):
         _log.warning("%s", message)
 
 
