@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Image
 
 from rl_core.errors import DataError
+from rl_train.data.bad_rows import BadRow, bad_row_lines
 from rl_train.data.dataset_config import (
     HuggingFaceDatasetConfig,
     HuggingFacePreferenceDatasetConfig,
@@ -337,6 +338,12 @@ def test_files_that_are_not_json_lines_are_errors_with_a_fix(content, says, tmp_
         RecordDataset(JsonlDatasetConfig(path=path))
     with pytest.raises(DataError, match="is a folder: give the path of a JSON Lines file"):
         RecordDataset(JsonlDatasetConfig(path=tmp_path))
+
+
+def test_locations_of_bad_rows_are_spans_of_numbers_or_those_of_a_users_dataset():
+    locations = ("a.md", "a.md", "rows.jsonl:5", "rows.jsonl:3", "rows.jsonl:4", "rows.jsonl:9", "row 0")
+    rows = [BadRow(location=location, reason="no text", cause=1) for location in locations]
+    assert bad_row_lines(rows) == ["a.md; rows.jsonl:3-5, 9; row 0: no text"]
 
 
 def test_image_columns_are_not_decoded(tmp_path):

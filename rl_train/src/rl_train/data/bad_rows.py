@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
+import string
 import traceback
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -75,19 +75,20 @@ def bad_row_lines(rows: Sequence[BadRow]) -> list[str]:
 
 
 def _locations(rows: Sequence[BadRow]) -> str:
-    """`rows.jsonl:3, 7-9`, or of several files one after the other."""
+    """`rows.jsonl:3, 7-9`, or of several files one after the other. A location of a user's dataset may have no number."""
     by_prefix: dict[str, list[int]] = {}
     for row in rows:
-        number = re.search(r"\d*$", row.location)
-        assert number is not None
-        by_prefix.setdefault(row.location[: number.start()], []).append(int(number[0] or 0))
+        prefix = row.location.rstrip(string.digits)
+        numbers = by_prefix.setdefault(prefix, [])
+        if number := row.location.removeprefix(prefix):
+            numbers.append(int(number))
     return "; ".join(f"{prefix}{_spans(numbers)}" for prefix, numbers in by_prefix.items())
 
 
 def _spans(numbers: Sequence[int]) -> str:
     spans = []
     for _, run in itertools.groupby(enumerate(sorted(set(numbers))), lambda at: at[1] - at[0]):
-        first, *_, last = [number for _, number in run] * 2
-        spans.append(str(first) if first == last else f"{first}-{last}")
+        first, *others = (number for _, number in run)
+        spans.append(f"{first}-{others[-1]}" if others else str(first))
     more = f" and {len(spans) - _MOST_SPANS} more" if len(spans) > _MOST_SPANS else ""
     return ", ".join(spans[:_MOST_SPANS]) + more
