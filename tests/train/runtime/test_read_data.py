@@ -311,15 +311,15 @@ def test_rows_that_are_too_long_are_found_before_the_first_step_among_the_rows_t
         train, _ = read_data(data, registry)
         return conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=shuffle)
 
-    with pytest.raises(DataError, match=r"(?s)2 of the first 72 rows.*rows\.jsonl:41, 72: record 40 "):
+    with pytest.raises(DataError, match=r"(?s)2 of 72 checked rows.*rows\.jsonl:41, 72: record 40 "):
         load(2000)
     with pytest.raises(DataError, match=r"rows\.jsonl:41: record 40 has 21 tokens, but 16 are allowed"):
         load(41)
     with caplog.at_level(logging.INFO, logger="rlcore"):
         loader = load(40)
         load(72, on_long_prompt="drop")
-    assert "checked the first 40 of 72 rows of jsonl" in caplog.text
-    assert "2 of the first 72 rows of jsonl are too long and dropped" in caplog.text
+    assert "checked 40 of 72 rows of jsonl" in caplog.text
+    assert "2 of 72 checked rows of jsonl are too long and dropped" in caplog.text
     assert loader.next_ordinal == 0
     shuffled = load(0, shuffle=True).next_rows(72)
     first = min(shuffled.index(40), shuffled.index(71))
@@ -390,7 +390,7 @@ def test_an_epoch_of_records_ends_with_the_rows_that_do_not_fill_a_batch_and_one
     assert [len(batch) for batch in batches] == [3, 3, 1]
     assert sorted(row["idx"] for batch in batches for row in batch) == [*range(7)]
     assert [len(batch) for batch in prompts] == [3, 3]
-    assert "each epoch leaves out 1 of the 7 rows of jsonl, others every time" in caplog.text
+    assert "each epoch leaves out 1 of the 7 rows of jsonl (different ones each time)" in caplog.text
 
 
 def test_steps_that_end_before_the_requested_epochs_are_reported(lines, registry, tokenizer, caplog):

@@ -291,7 +291,8 @@ def _loader(
     )
     if loader.drop_last and len(rows) % batch_size:
         _log.info(
-            "each epoch leaves out %d of the %d rows of %s, others every time, because they do not fill a step of %d",
+            "each epoch leaves out %d of the %d rows of %s (different ones each time), because they do not fill a step of "
+            "%d rows",
             len(rows) % batch_size,
             len(rows),
             source.name,
@@ -320,8 +321,8 @@ def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[st
         firsts = dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else {}
         if read_rows(rows, firsts)[2]:
             numbers = dict.fromkeys((*firsts, *range(min(checked, len(rows)))))
-            first, bad = f"the first {len(numbers)} rows of {source.name}", read_rows(rows, numbers)[2]
-            raise BadRowsError(bad, total=len(numbers), rows_of=first, remedy=SKIP_BAD_ROWS)
+            rows_of, bad = f"{len(numbers)} checked rows of {source.name}", read_rows(rows, numbers)[2]
+            raise BadRowsError(bad, total=len(numbers), rows_of=rows_of, remedy=SKIP_BAD_ROWS)
         return rows
     good, _, bad = read_rows(rows, range(len(rows)))
     if not bad:

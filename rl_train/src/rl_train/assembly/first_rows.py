@@ -41,12 +41,12 @@ def check_rows(loader: BatchedDataLoader, name: str, *, most: int) -> None:
     numbers = loader.next_rows(most)
     _, dropped, bad = read_rows(loader.dataset, numbers)
     if bad:
-        raise BadRowsError(bad, total=len(numbers), rows_of=f"the first {len(numbers)} rows of {name}", remedy=SKIP_BAD_ROWS)
+        raise BadRowsError(bad, total=len(numbers), rows_of=f"{len(numbers)} checked rows of {name}", remedy=SKIP_BAD_ROWS)
     if dropped:
-        _log.warning("%d of the first %d rows of %s are too long and dropped", dropped, len(numbers), name)
+        _log.warning("%d of %d checked rows of %s are too long and dropped", dropped, len(numbers), name)
     if len(numbers) < len(loader.dataset) and numbers:
         _log.info(
-            "checked the first %d of %d rows of %s; the others are checked when they are used (data.check_rows)",
+            "checked %d of %d rows of %s; the others are checked when they are used (data.check_rows)",
             len(numbers),
             len(loader.dataset),
             name,

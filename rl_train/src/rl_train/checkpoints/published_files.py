@@ -46,8 +46,9 @@ def carry_over_config(folder: Path, *, model: str) -> None:
     after, before = _as_read(written), _as_read(merged)
     for key in {key for key in after | before if after.get(key) != before.get(key)}:
         name = "torch_dtype" if key == "dtype" and "torch_dtype" in merged else key
-        merged |= {name: written[key]} if key in written else {}
-        if key not in written:
+        if key in written:
+            merged[name] = written[key]
+        else:
             merged.pop(name, None)
     if merged.get("model_type") == written.get("model_type") and _as_read(merged) == after:
         (folder / _CONFIG).write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

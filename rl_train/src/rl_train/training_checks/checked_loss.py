@@ -98,7 +98,13 @@ class CheckedLoss(LossFunction):
     """
 
     def __init__(
-        self, loss_fn: LossFunction, limits: Limits | None, *, model: str = "", hold: Any = None, only_checks: bool = False
+        self,
+        loss_fn: LossFunction,
+        limits: Limits | None,
+        *,
+        model: str = "",
+        hold: Mapping[str, float] | None = None,
+        only_checks: bool = False,
     ) -> None:
         self._model, self._hold = model, hold
         self.loss_fn, self._limits, self._only_checks = loss_fn, limits, only_checks

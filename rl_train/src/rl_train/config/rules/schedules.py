@@ -55,9 +55,9 @@ def optimizer_steps_have_equal_rows(config: CheckedConfig) -> Iterator[Problem]:
         if steps is not None and steps.per_pass > 1 and steps.plan.is_exact and (rest := steps.plan.rows % steps.rows):
             yield Problem(
                 (model, "train_global_batch_size"),
-                f"the {steps.plan.rows} rows of a step are not a multiple of it: the last of {steps.per_pass} optimizer steps "
-                f"has {rest} rows, which count as much as the {steps.rows} rows of the others. Choose a divisor of "
-                f"{steps.plan.rows}.",
+                f"the {steps.plan.rows} rows of a step are not a multiple of {steps.rows}: the last of {steps.per_pass} "
+                f"optimizer steps has {rest} rows, which count as much as the {steps.rows} rows of the others. Choose a "
+                f"divisor of {steps.plan.rows}.",
             )
 
 
