@@ -202,6 +202,16 @@ def _one_thread():
         sys.modules["torch"]._C.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_module_folders():
+    """The folders of config files that a module adds to `sys.path` are not searched by the tests of the next."""
+    from rl_core.plugins.import_path import MODULE_FOLDERS
+
+    path, folders = list(sys.path), list(MODULE_FOLDERS)
+    yield
+    sys.path[:], MODULE_FOLDERS[:] = path, folders
+
+
 @pytest.fixture(scope="module")
 def local_ray(_shared_ray):
     """The clusters of the module are created and removed on one local Ray, which the next module may reuse."""

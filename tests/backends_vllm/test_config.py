@@ -20,6 +20,7 @@ from rl_backends_vllm.config import VllmEngineConfig
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_backends_vllm.model_folder import ModelFiles
 from rl_backends_vllm.standalone import as_batch
+from rl_core.config.policy_sections import PolicyTokenizerConfig
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, UserError, WeightSyncError, WorkerError
@@ -223,7 +224,7 @@ def test_a_section_takes_what_it_leaves_open_from_the_policy():
     filled = VllmConfig().for_policy(policy)
     own = filled.vllm_cfg
     assert (filled.model_name, own.precision, own.max_model_len, own.load_format) == ("m", "bfloat16", 77, "dummy")
-    assert (own.tokenizer, own.trust_remote_code) == (TokenizerConfig(name="t"), True)
+    assert (own.tokenizer, own.trust_remote_code) == (PolicyTokenizerConfig(name="t"), True)
     written = VllmConfig(
         model_name="n",
         vllm_cfg={"precision": "float32", "max_model_len": 500, "load_format": "auto", "tokenizer": {"name": "u"}},
