@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from command_line import rlcore
@@ -75,7 +77,7 @@ def test_runs_of_different_length_are_compared_at_the_last_common_step(write_run
     assert [step for _, step in found.finals] == [3, 3]
     assert [step for _, step in found.bests] == [3, 3]
     assert better_runs(found, ("A", "B")) == "A", "the longer run is not better because it went on"
-    assert len(comparison.notes) == 1
+    assert len(comparison.notes(comparison.metrics)) == 1
     assert "compared up to the last step that all runs have" in rlcore("compare", short, long).stdout
 
 
@@ -101,6 +103,16 @@ def test_runs_with_different_validation_periods_are_not_compared_at_the_start(wr
     shown = rlcore("compare", *folders).stdout
     assert "0.21 (-0.21) at 11" in shown
     assert "Final values of different steps are shown with their step" in shown
+
+
+def test_steps_of_metrics_that_the_table_leaves_out_are_not_explained(write_run, tmp_path):
+    def timed(remainder):
+        return lambda step: {"validation/accuracy": 0.5} | ({"time/data_s": 1.0} if step % 2 == remainder else {})
+
+    folders = [write_run(tmp_path / str(remainder), steps=4, metrics=timed(remainder)) for remainder in (0, 1)]
+    for options, told in (((), False), (("--all",), True)):
+        shown = rlcore("compare", *folders, *options).stdout
+        assert ("time/data_s" in shown, "Final values of different steps" in shown) == (told, told)
 
 
 def test_a_last_common_step_that_ends_one_of_the_runs_is_compared(write_run, tmp_path):
@@ -140,6 +152,18 @@ def test_the_terminal_shows_curves_differences_and_the_table(two):
     assert "time/step_s" not in result.stdout
     assert re.search(r"┤.*A", result.stdout)
     assert "time/step_s" in rlcore("compare", *two, "--all").stdout
+
+
+def test_templates_are_loaded_for_a_page_only(two):
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('jinja2' in sys.modules))\n"
+        f"sys.argv = ['rlcore', 'compare', *{[*map(str, two)]}]\n"
+        "from rlcore_cli.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert result.stdout.splitlines()[-1] == "False"
 
 
 def test_json_has_the_same_numbers(two):

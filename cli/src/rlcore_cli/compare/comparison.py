@@ -77,11 +77,10 @@ class Comparison:
     without_environment: tuple[str, ...]
     not_shared: tuple[str, ...]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How metrics are compared whose steps differ between the runs."""
+    def notes(self, shown: Sequence[MetricComparison]) -> tuple[str, ...]:
+        """How those of the metrics that are shown are compared if their steps differ between the runs."""
         lengths_differ = len({run.last_step or 0 for run in self.runs}) > 1
-        steps_differ = any(row.step is None for row in self.metrics)
+        steps_differ = any(row.step is None for row in shown)
         return (LENGTHS_DIFFER,) * lengths_differ + (STEPS_DIFFER,) * steps_differ
 
 

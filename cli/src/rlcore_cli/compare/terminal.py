@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rlcore_cli.compare.comparison import Comparison, MetricComparison
 from rlcore_cli.curve import draw
@@ -38,10 +38,13 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         yield ""
     else:
         yield from _differing("version", comparison, comparison.versions)
-    for note in comparison.notes:
+    chosen, _, _ = choose_panels([row.metric for row in comparison.metrics])
+    first_shown = {name for panel in chosen for name in panel.names}
+    metrics = [row for row in comparison.metrics if everything or row.metric in first_shown]
+    for note in comparison.notes(metrics):
         yield note
         yield ""
-    yield from _metric_table(comparison, everything=everything)
+    yield from _metric_table(metrics, comparison.letters)
     if comparison.not_shared:
         named, more = comparison.not_shared[:MOST_NAMED], len(comparison.not_shared) - MOST_NAMED
         yield f"Not in all runs: {', '.join(named)}" + (f", and {more} more." if more > 0 else ".")
@@ -80,14 +83,10 @@ def _differing(title: str, comparison: Comparison, rows: tuple[tuple[str, tuple[
     yield ""
 
 
-def _metric_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
-    chosen, _, _ = choose_panels([row.metric for row in comparison.metrics])
-    first_shown = {name for panel in chosen for name in panel.names}
-    metrics = [row for row in comparison.metrics if everything or row.metric in first_shown]
+def _metric_table(metrics: Sequence[MetricComparison], letters: tuple[str, ...]) -> Iterator[str]:
     if not metrics:
         yield "The runs have no metric in common."
         return
-    letters = comparison.letters
     table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better run"]]
     for row in metrics:
         bests = row.bests or ()
