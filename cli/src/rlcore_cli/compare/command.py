@@ -14,7 +14,7 @@ from rl_train.sizes import format_size
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.compare.comparison import Comparison, MetricComparison, compare_runs
 from rlcore_cli.compare.terminal import better_runs, cell, lines
-from rlcore_cli.report.page import Figure, figure, render_template
+from rlcore_cli.report.page import Figure, figure, render_template, write_page
 from rlcore_cli.report.panels import SelectedPanel, choose_panels
 from rlcore_cli.report.run_folder import read_run_folder
 
@@ -45,9 +45,6 @@ def compare(
         )
     comparison = compare_runs([read_run_folder(existing_run_path(folder)) for folder in run_folders])
     if output is not None:
-        from rlcore_cli.compare.command import render_comparison
-        from rlcore_cli.report.page import write_page
-
         write_page(output, render_comparison(comparison))
     if as_json:
         print(json.dumps(_plain(comparison), indent=2))

@@ -11,9 +11,8 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rl_core.errors import UserError
@@ -25,6 +24,9 @@ from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, ph
 from rlcore_cli.report.rollouts import Sample, listed_rollouts, sample_rollouts
 from rlcore_cli.report.run_folder import Curve, RunFolder
 from rlcore_cli.report.scales import format_duration, format_number
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MAX_MIB = 5.0
 """Default maximum size of a report, in MiB."""
@@ -119,6 +121,8 @@ def render_template(name: str, **parts: Any) -> str:
 
 @cache
 def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("rlcore_cli.report"),
         autoescape=True,
