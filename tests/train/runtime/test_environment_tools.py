@@ -3,16 +3,24 @@
 import json
 import random
 import re
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.assembly.workers import Builder
+from rl_train.config.schema import RunConfig
 from rl_train.diagnostics import DiagnosisStatus
+from rl_train.pools.elsewhere import environment_elsewhere
 from rl_train.workbench.check import check_environment
 from rl_train.workbench.play import play, random_player, repeated_answers, scripted_player
 from rl_train.workbench.rescore import rescore
@@ -75,6 +83,10 @@ class Holds(Lengths):
         return made._replace(metadata=[{"key": lambda: 0} for _ in metadata])
 
 
+class ReadsTokens(Lengths):
+    reads_token_ids = True
+
+
 MISTAKES = {
     "Changes": ("metadata and messages", "changed the metadata"),
     "Draws": ("determinism", "two equal calls had different results"),
@@ -106,6 +118,24 @@ def test_a_typical_mistake_is_found_by_its_check(name, rows, monkeypatch):
     found = checked(f"{__name__}.{name}", rows)
     assert next(each for each, (status, _) in found.items() if status is DiagnosisStatus.FAILED) == check
     assert says in found[check][1]
+
+
+@pytest.mark.parametrize(("name", "reads"), [("Lengths", False), ("ReadsTokens", True)])
+def test_a_class_decides_whether_a_run_gives_it_token_ids(name, reads):
+    run = RunConfig.model_construct(env={"lengths": EnvironmentConfig(env_cls=f"{__name__}.{name}")})
+    with ExitStack() as exits:
+        builder = Builder(run=run, registry=Registry(discover()), exits=exits, cluster=None)
+        assert builder.environments()["lengths"].reads_token_ids is reads
+
+
+@pytest.mark.parametrize(
+    ("section", "reads"), [({"name": "function", "reward_fn": "json.dumps"}, True), ({"name": "guess"}, False)]
+)
+def test_the_class_decides_in_another_interpreter_too(section, reads):
+    registry = Registry(discover())
+    model = registry.find("environment", section["name"]).load_config()
+    facts = environment_elsewhere("task", model(python=sys.executable, **section), registry)
+    assert facts.reads_token_ids is reads
 
 
 @pytest.mark.slow

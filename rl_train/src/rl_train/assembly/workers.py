@@ -37,7 +37,6 @@ from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.component_probe import check_environment_class
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.pools.pool import InProcessPool
-from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
 from rl_train.weight_sync.canary import Canary, CanaryCalibration, TemperatureCorrection, make_canary, rows_of_two_microbatches
@@ -248,13 +247,14 @@ class Builder:
         worker_class: Any
         if elsewhere is not None:
             worker_class, kwargs = worker_elsewhere(component, elsewhere, section)
-            has_sessions = elsewhere.keeps_sessions
+            has_sessions, reads_tokens = elsewhere.keeps_sessions, elsewhere.reads_token_ids
         else:
             worker_class = component.load()
             with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
                 check_environment_class(worker_class, component.name)
             kwargs = first_argument(worker_class, constructor_config(section))
-            has_sessions = keeps_sessions(plain_class(worker_class))
+            plain = plain_class(worker_class)
+            has_sessions, reads_tokens = keeps_sessions(plain), getattr(plain, "reads_token_ids", False)
         if self.cluster is None:
             pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
         else:
@@ -268,7 +268,6 @@ class Builder:
                 python=section.python if elsewhere is not None else None,
                 name=f"env.{task}",
             )
-        reads_tokens = isinstance(section, FunctionEnvironmentConfig)
         environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions, reads_token_ids=reads_tokens)
         self.exits.callback(environment.shutdown)
         return environment

@@ -98,6 +98,7 @@ def _environment(request: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "parameter": next(iter(first_argument(found, None)), None),
         "keeps_sessions": keeps_sessions(found),
+        "reads_token_ids": getattr(found, "reads_token_ids", False),
         "min_turns": getattr(found, "min_turns", 1),
         "tools": list(found.offered_tools(config)),
         "reads_tool_calls": found.reads_tool_calls,

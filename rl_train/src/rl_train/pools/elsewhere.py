@@ -60,6 +60,7 @@ class EnvironmentFacts:
     Attributes:
         parameter: First parameter of its constructor, which gets the section; None if it has none.
         keeps_sessions: Whether it has `reset` or `close`.
+        reads_token_ids: Whether it gets the sampled tokens of a message.
         min_turns: Number of turns without which it gives no reward.
         tools: The functions that it offers to the model.
         reads_tool_calls: Whether tool calls in the model's messages are parsed.
@@ -67,6 +68,7 @@ class EnvironmentFacts:
 
     parameter: str | None
     keeps_sessions: bool
+    reads_token_ids: bool
     min_turns: int
     tools: Sequence[ToolSpec]
     reads_tool_calls: bool
