@@ -55,6 +55,14 @@ def test_examples_that_do_not_exist_or_do_not_fit_are_refused(files, with_data, 
     assert expected in error
 
 
+def test_the_prompts_of_the_training_data_have_no_examples_without_a_prompt_config(files, with_data):
+    mix = "mix: {{a: {{{0}, prompt: generic/math}}, b: {{{0}}}}}".format("dataset_name: jsonl, path: rows.jsonl")
+    config = with_data(shared="examples_type: math_worked, system_prompt: Be brief.")
+    data = files.load(config.replace("train: {dataset_name: jsonl, path: rows.jsonl}", mix)).run.data
+    found = [(prompt.prompt_config, prompt.system_prompt, prompt.examples_type) for prompt in data.training_prompts()]
+    assert found == [("generic/math", "Be brief.", "math_worked"), (None, "Be brief.", None)]
+
+
 @pytest.mark.parametrize("key", ["prompt_config", "prompt"])
 def test_an_invalid_prompt_config_is_reported_at_its_key_with_its_own_line(files, with_data, key):
     files.write("user: '{question}'\nsytem: a\n", "p.yaml")

@@ -12,7 +12,6 @@ from rl_core.config.schema import DatasetConfig
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.first_rows import check_rows, read_rows
-from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.bad_rows import BadRow, BadRowsError, bad_row_lines
 from rl_train.data.concat import ConcatDataset
@@ -114,7 +113,7 @@ def read_source(
         name: Name in error messages; the dataset's own name by default.
         bad_rows: Counts skipped rows; a new counter by default.
     """
-    section = section if data is None else with_prompt(section, data)
+    section = section if data is None else data.with_prompt(section)
     records = make_dataset(registry.find("dataset", section.dataset_name).load(), section)
     source = Source(
         records=records,

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config.source_tree import KeyPath, Node
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import DatasetConfig
     from rl_train.config.overrides import Override
-    from rl_train.config.schema import DataConfig
-
-DatasetT = TypeVar("DatasetT", bound="DatasetConfig")
 
 _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 
@@ -85,16 +81,3 @@ def expand_aliases(
         if ("data", short) in interpolations:
             interpolations["data", split, "path"] = interpolations.pop(("data", short))
     return values, written, interpolations
-
-
-def with_prompt(section: DatasetT, data: DataConfig) -> DatasetT:
-    """A dataset's section, with those keys of `data.prompt` that it does not set itself."""
-    if data.prompt is None:
-        return section
-    given = data.prompt
-    defaults = {"prompt": given.prompt_config, "system_prompt": given.system_prompt, "examples_type": given.examples_type}
-    if defaults["prompt"] is None and getattr(section, "prompt", None) is None:
-        del defaults["examples_type"]  # they belong to a prompt config
-    return section.model_copy(
-        update={key: value for key, value in defaults.items() if value is not None and getattr(section, key, None) is None}
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,8 @@ from rl_core.config.section import Section
 from rl_core.config.source_tree import dotted
 from rl_core.plugins.component import Kind
 from rl_train.config.slots import sections_at, slots_of
+
+DatasetT = TypeVar("DatasetT", bound=DatasetConfig)
 
 _PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "examples_type": "examples_type"}
 """Keys of `data.prompt`, and the keys of a dataset that they are the defaults of."""
@@ -116,12 +118,23 @@ class DataConfig(Section):
         """Whether validation data is configured."""
         return bool(self.validation or self.validation_sets) or (self.split is not None and self.has_training_data)
 
+    def with_prompt(self, section: DatasetT) -> DatasetT:
+        """A dataset's section, with those keys of `prompt` that it does not set itself."""
+        if self.prompt is None:
+            return section
+        defaults = {asked: getattr(self.prompt, key) for key, asked in _PROMPT_KEYS.items()}
+        if defaults["prompt"] is None and getattr(section, "prompt", None) is None:
+            del defaults["examples_type"]  # they belong to a prompt config
+        return section.model_copy(
+            update={key: value for key, value in defaults.items() if value is not None and getattr(section, key, None) is None}
+        )
+
     def training_prompts(self) -> list[PromptConfig]:
         """How the training datasets convert records to messages, without repetitions; empty if none configures it."""
         prompts: list[PromptConfig] = []
         for section in filter(None, [self.train, *self.mix.values()]):
-            own = {asked: getattr(section, key, None) for asked, key in _PROMPT_KEYS.items()}
-            prompt = PromptConfig(**{key: value or getattr(self.prompt, key, None) for key, value in own.items()})
+            used = self.with_prompt(section)
+            prompt = PromptConfig(**{asked: getattr(used, key, None) for asked, key in _PROMPT_KEYS.items()})
             if prompt not in prompts:
                 prompts.append(prompt)
         return [] if prompts == [PromptConfig()] else prompts

@@ -12,7 +12,6 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
-from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED
@@ -37,7 +36,7 @@ def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPat
         config: The section.
         data: The section `data`, whose `prompt` sets defaults of the dataset.
     """
-    effective = with_prompt(config, data)
+    effective = data.with_prompt(config)
     wrong_keys = [*_function(config), *_template(config, effective)]
     yield from wrong_keys
     shared = data.prompt

@@ -10,7 +10,6 @@ from typing import Any
 from rl_core.data.conversation_tokens import decode
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader
 from rl_train.assembly.preparation import Preparation
-from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import RunConfig
 from rl_train.data.concat import ConcatDataset
 from rl_train.data.holdout import prompt_digest, row_location
@@ -220,7 +219,7 @@ def _prompt_texts(run: RunConfig, name: str) -> Iterator[list[str]]:
     sections = run.data.sections()
     named = [section for key, section in sections.items() if key == name or key.startswith(f"{name}.")]
     for section in named or sections.values():  # a share of the training data, if none has this name
-        effective = with_prompt(section, run.data)
+        effective = run.data.with_prompt(section)
         texts = [getattr(effective, "system_prompt", None)]
         if (prompt := getattr(effective, "prompt", None)) is not None:
             file = read_prompt(prompt)
