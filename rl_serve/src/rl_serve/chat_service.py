@@ -17,6 +17,7 @@ from rl_serve.errors import ApiError
 from rl_serve.grading import Grader
 from rl_serve.prompt_filler import PromptFiller
 from rl_serve.settings import ChatSettings
+from rl_train.data.conversations import is_begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ class ChatService:
         """
         if record.get("expected_answer") is None:
             return {}
-        if messages[-1].get("prefix"):
+        if is_begun(messages):
             messages, answer = messages[:-1], messages[-1]["content"] + answer
         name = self.evaluator_of(record)
         try:

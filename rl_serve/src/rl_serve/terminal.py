@@ -101,12 +101,12 @@ def _prompt_of(model: ServedModel) -> tuple[str | None, PromptFiller]:
         if model.prompts:
             _note(f"messages are sent as they are, because the run has several prompts: {model.described_prompts}")
         return None, PromptFiller(None)
-    _note(f"as in training: {model.described_prompts} (without: --as-is)")
     prompt = model.prompts[0]
     filler = PromptFiller.load(prompt.prompt_config, prompt.examples_type)
     if len(filler.needs) > 1:
-        _note(f"without the prompt config, which needs more than a message: {', '.join(filler.needs)}")
-        filler = PromptFiller(None)
+        _note(f"messages are not filled into the prompt config of the run, which has several fields: {', '.join(filler.needs)}")
+        return prompt.system_prompt, PromptFiller(None)
+    _note(f"as in training: {model.described_prompts} (without: --as-is)")
     return prompt.system_prompt, filler
 
 

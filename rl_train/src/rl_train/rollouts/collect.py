@@ -93,8 +93,8 @@ class Collector:
             )
         if any(row.prefill and (self.generation.reads_messages or row.task_name in self.drivers) for row in trajectories):
             raise ConfigError(
-                "A prompt ends with the beginning of the answer, which only engines that take token ids can continue, and no "
-                "agent. Use another engine (policy.generation.openai_cfg.api: completions), or continue_final_message: false."
+                "A prompt ends with the beginning of the answer. Agents cannot continue it, and engines only if they take token "
+                "ids (policy.generation.openai_cfg.api: completions). Use such an engine, or continue_final_message: false."
             )
         if self.generation.reads_messages and any(row.tools for row in trajectories):
             raise ConfigError(
