@@ -62,7 +62,7 @@ def serve_model(
     ):
         service.use_tasks(model.tasks)
         if model.prompts and settings.prompt_config is None:
-            print(f"trained with {model.described_prompts}: clients have to send the same, or set prompt_config", file=sys.stderr)
+            print(f"trained with {model.described_prompts}: clients must send the same, or set prompt_config", file=sys.stderr)
         engine = EngineThread(model.generation)
         try:
             app = create_app(

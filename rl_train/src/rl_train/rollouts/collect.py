@@ -93,8 +93,9 @@ class Collector:
             )
         if any(row.prefill and (self.generation.reads_messages or row.task_name in self.drivers) for row in trajectories):
             raise ConfigError(
-                "A prompt ends with the beginning of the answer. Agents cannot continue it, and engines only if they take token "
-                "ids (policy.generation.openai_cfg.api: completions). Use such an engine, or continue_final_message: false."
+                "A prompt ends with the beginning of the answer. Agents cannot continue it, and engines only if they take "
+                "token ids (policy.generation.openai_cfg.api: completions). Use such an engine, or set "
+                "continue_final_message: false."
             )
         if self.generation.reads_messages and any(row.tools for row in trajectories):
             raise ConfigError(
