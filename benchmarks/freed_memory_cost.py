@@ -1,17 +1,16 @@
-"""Measures the cost of returning freed tensors to the system instead of letting glibc keep them.
+"""Measures what it costs to return freed tensors to the system, and how much memory it saves.
 
-    python benchmarks/freed_memory_cost.py quickstart 3    # three alternating rounds of all sizes
-    python benchmarks/freed_memory_cost.py lora 1 --kib 128 1024
+    python benchmarks/freed_memory_cost.py quickstart 5    # five alternating rounds of all ways
+    python benchmarks/freed_memory_cost.py lora 1 --ways trimmed mapped --threads 2
 
-Each run trains in one process with one thread. Blocks of at least so many KiB are mapped by themselves, and unmapped when they
-are freed. 1024 is what `rlcore` sets; 32768, the most that glibc's default grows to, stands for it. Needs Linux with glibc.
-Results: results/freed_memory_cost.md.
+Each run trains in one process. Three ways are compared: `trimmed`, which is what `rlcore` does, returns what is free after each
+microbatch and phase; `mapped` also maps each block of at least 1 MiB by itself, and unmaps it when it is freed; `kept` returns
+nothing, as glibc does by default. Needs Linux with glibc. Results: results/freed_memory_cost.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
@@ -21,9 +20,6 @@ from tempfile import TemporaryDirectory
 
 from plan_vs_measured import CASES, ROOT, write_inputs
 
-from rl_core.compute_variables import FREED_MEMORY
-
-RLCORE = Path(sys.executable).with_name("rlcore")
 QUICKSTART = (
     "cluster.backend=in_process",
     "grpo.max_num_steps=15",
@@ -32,6 +28,13 @@ QUICKSTART = (
     "grpo.val_at_end=false",
     "checkpointing.enabled=false",
 )
+NO_TRIM = "import ctypes; load = ctypes.CDLL; ctypes.CDLL = lambda name, *rest, **more: name and load(name, *rest, **more); "
+WAYS = {
+    "trimmed": ("", {}),
+    "mapped": ("", {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "67108864"}),
+    "kept": (NO_TRIM, {}),
+}
+"""For each way, code that runs before the command, and environment variables."""
 
 
 def arguments_of(name: str, folder: Path) -> list[str]:
@@ -41,16 +44,21 @@ def arguments_of(name: str, folder: Path) -> list[str]:
     return [*write_inputs(CASES[name], folder), "grpo.max_num_steps=1"]
 
 
-def measure(arguments: list[str], kib: int) -> str:
+def measure(arguments: list[str], folder: Path, way: str, threads: int) -> str:
     """One run: CPU-seconds (in the kernel), wall-clock seconds, page faults and peak resident size."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **FREED_MEMORY, "MALLOC_MMAP_THRESHOLD_": str(1024 * kib)}
+    before, variables = WAYS[way]
     start = time.monotonic()
-    process = subprocess.Popen([RLCORE, "train", *arguments], stdout=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{before}from rlcore_cli.main import main; main()", "train", *arguments],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), **variables},
+    )
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"rlcore train ended with {os.waitstatus_to_exitcode(status)}")
     cpu, wall = used.ru_utime + used.ru_stime, time.monotonic() - start
-    return f"{cpu:.1f} ({used.ru_stime:.1f}) | {wall:.0f} | {used.ru_minflt / 1e6:.2f} | {used.ru_maxrss / 1024:.0f}"
+    return f"{cpu:.1f} ({used.ru_stime:.1f}) | {wall:.1f} | {used.ru_minflt / 1e6:.2f} | {used.ru_maxrss / 1024:.0f}"
 
 
 def main() -> None:
@@ -58,13 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", choices=["quickstart", *CASES])
     parser.add_argument("rounds", type=int)
-    parser.add_argument("--kib", type=int, nargs="+", default=[1024, 32768], help="sizes")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
-        arguments = arguments_of(options.config, Path(temporary))
-        for _ in range(options.rounds):
-            for kib in options.kib:
-                print(f"| {options.config} | {kib} | {measure(arguments, kib)} |", flush=True)
+    for number in range(options.rounds):
+        for way in options.ways if number % 2 == 0 else options.ways[::-1]:
+            with TemporaryDirectory() as folder:
+                arguments = arguments_of(options.config, Path(folder))
+                found = measure(arguments, Path(folder), way, options.threads)
+            print(f"| {options.config} | {options.threads} | {way} | {found} |", flush=True)
 
 
 if __name__ == "__main__":

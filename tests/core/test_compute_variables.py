@@ -1,4 +1,4 @@
-"""Defaults for threads and freed memory of compute processes, unless the user's environment sets them."""
+"""Defaults for the threads of compute processes, unless the user's environment sets them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import pytest
 from command_line import rlcore
 
-from rl_core.compute_variables import FREED_MEMORY, compute_variables
+from rl_core.compute_variables import compute_variables
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", *FREED_MEMORY):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -30,14 +30,7 @@ def test_threads_spin_for_a_limited_time_by_default(environment):
 def test_a_wait_policy_of_the_users_environment_is_kept_and_passed_to_workers(environment, own):
     for name, value in own.items():
         environment.setenv(name, value)
-    assert compute_variables() == {**own, **FREED_MEMORY}
-
-
-def test_a_size_of_returned_blocks_in_the_users_environment_is_kept_and_passed_to_workers(environment):
-    environment.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    found = compute_variables()
-    assert (found["MALLOC_MMAP_THRESHOLD_"], found["OMP_WAIT_POLICY"]) == ("65536", "passive")
-    assert "MALLOC_TRIM_THRESHOLD_" not in found
+    assert compute_variables() == own
 
 
 def test_every_command_sets_the_variables_before_it_imports_torch(environment):

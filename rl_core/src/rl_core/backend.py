@@ -46,6 +46,7 @@ from rl_core.training.microbatch_splitter import MicrobatchSplitter as Microbatc
 from rl_core.training.microbatch_splitter import first_non_finite_loss as first_non_finite_loss
 from rl_core.training.microbatch_splitter import non_finite_step_error as non_finite_step_error
 from rl_core.training.microbatch_splitter import reduce_metrics as reduce_metrics
+from rl_core.training.microbatch_splitter import return_freed_memory as return_freed_memory
 from rl_core.training.microbatch_splitter import scored_tokens as scored_tokens
 from rl_core.training.optimizer_settings import OptimizerSettings as OptimizerSettings
 from rl_core.training.optimizer_settings import build_scheduler as build_scheduler

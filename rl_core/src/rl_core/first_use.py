@@ -46,9 +46,3 @@ def _imports_for_type_checkers(package: str) -> dict[str, str]:
     blocks = [node for node in ast.parse(Path(source).read_bytes()).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: node.module or "" for node in imports for alias in node.names}
-
-
-def moved_module(old: str, new: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that has moved; warns when that is imported."""
-    warnings.warn(f"{old} has moved to {new}.", DeprecationWarning, stacklevel=3)
-    return lambda name: getattr(import_module(new), name)

@@ -63,9 +63,7 @@ def serve(
     from rl_serve.sampling import Limits
     from rl_serve.serving import refuse_without_model, serve_model, serve_proxy
     from rl_serve.update_options import read_update_options, vllm_command
-    from rl_train.assembly.freed_memory import return_large_blocks
 
-    return_large_blocks()
     target, overrides = _target_in(arguments or [])
     address = Address.of(host, 7000 if port is None else port)
     limits = Limits(max_concurrent_requests=max_concurrent)

@@ -1,5 +1,9 @@
 """Shared code of policy workers: rows in plan order, metrics reduced as the loss requires, errors that name the key."""
 
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -130,3 +134,33 @@ def test_an_import_path_resolves_to_its_object_or_reports_where_it_fails():
             resolve(dotted, key="k")
     with pytest.raises(UserError, match="cannot be called"):
         call_named(3, None, {}, key="k")
+
+
+FREED_BETWEEN = """
+import psutil, torch
+from rl_core.config.schema import PolicyConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.training.microbatch_splitter import MicrobatchSplitter
+
+def megabytes():
+    return psutil.Process().memory_info().rss >> 20
+
+splitter = MicrobatchSplitter(PolicyConfig(backend="any", model_name="m", max_total_sequence_length=9))
+batch = BatchedDataDict(input_ids=torch.zeros(2, 9, dtype=torch.int64), input_lengths=torch.tensor([9, 9]))
+torch.ones(2**22)  # 16 MiB: when they are freed, glibc decides to keep blocks of this size
+microbatches = splitter.split(batch, rows=1)
+for _ in microbatches:
+    print(megabytes())
+    kept = [torch.ones(2**18 + number) for number in range(200)]
+    del kept[:-1]  # the last one is above the free memory, so freeing does not shrink the heap
+    print(megabytes())
+print(megabytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return freed memory themselves")
+def test_memory_that_a_microbatch_has_freed_is_returned_before_the_next_and_after_the_last():
+    found = subprocess.run([sys.executable, "-c", FREED_BETWEEN], capture_output=True, text=True, check=True, timeout=240)
+    _, used_by_first, before_second, used_by_second, end = map(int, found.stdout.split())
+    assert before_second < used_by_first - 150
+    assert end < used_by_second - 150

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from rl_core.backend import (
     WeightSink,
     WorkerContext,
     find_tokenizer,
+    return_freed_memory,
     weights_of,
 )
 from rl_core.config.schema import TokenizerConfig
@@ -163,14 +163,3 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def shutdown(self) -> None:
         self.leave_refit()
-
-
-def return_freed_memory() -> None:
-    """Return free memory of the C library's heap, which would stay with this process while another one needs it.
-
-    glibc keeps freed blocks of up to 32 MiB, such as packed weights, because the memory next to them is in use. Has no effect
-    with other C libraries.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -13,6 +13,7 @@ import torch
 from rl_backends_hf.sampling.rows import Row
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_backends_hf.sampling.session_cache import SessionCache
+from rl_core.backend import return_freed_memory
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import to_output
 from rl_core.errors import DataError, RLCoreError
@@ -131,6 +132,8 @@ class RowsInFlight:
             name = names[id(row)]
             del self._rows[name]
             results[name] = row.error or to_output([row.so_far()])
+        if ended and not self._rows:
+            return_freed_memory()
         return results
 
     def _unfinished(self) -> dict[str, BatchedDataDict[Any] | RLCoreError]:

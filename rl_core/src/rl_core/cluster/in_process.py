@@ -43,9 +43,9 @@ class InProcessWorkerGroup(WorkerGroup):
         device: Literal["cpu", "cuda"] = "cpu",
         num_threads: int = 1,
     ) -> None:
-        self._sharding = sharding or NamedSharding.grid(data=1)
-        if self._sharding.size != 1:
-            raise UserError(f"an in-process group has one worker, but {self._sharding} needs {self._sharding.size}")
+        self.sharding = sharding or NamedSharding.grid(data=1)
+        if self.sharding.size != 1:
+            raise UserError(f"an in-process group has one worker, but {self.sharding} needs {self.sharding.size}")
         self._class = worker_class
         self._kwargs = dict(worker_kwargs or {})
         self._name = name or worker_class.__name__
@@ -56,7 +56,7 @@ class InProcessWorkerGroup(WorkerGroup):
             node_rank=0,
             master_address="127.0.0.1",
             master_port=free_port("127.0.0.1"),
-            coords=self._sharding.get_worker_coords(0),
+            coords=self.sharding.get_worker_coords(0),
             device=device,
             num_threads=num_threads,
             run_in_process=True,
@@ -64,10 +64,6 @@ class InProcessWorkerGroup(WorkerGroup):
         self._has_died = False
         self._generators: list[Any] = []  # generators of the engine, whose draws are not those of other components
         self._worker: Any = self._build()
-
-    @property
-    def sharding(self) -> NamedSharding:
-        return self._sharding
 
     @property
     def worker(self) -> Any:
@@ -78,7 +74,7 @@ class InProcessWorkerGroup(WorkerGroup):
         return [os.getpid()]
 
     def describe_rank(self, rank: int) -> str:
-        self._sharding.get_worker_coords(rank)
+        self.sharding.get_worker_coords(rank)
         return f"rank {rank} of '{self._name}', in this process"
 
     def workers_alive(self) -> list[bool]:
@@ -86,7 +82,7 @@ class InProcessWorkerGroup(WorkerGroup):
 
     def restart(self, rank: int | None = None) -> None:
         if rank is not None:
-            self._sharding.get_worker_coords(rank)
+            self.sharding.get_worker_coords(rank)
         self.shutdown()
         self._worker, self._has_died = self._build(), False
 
@@ -105,7 +101,7 @@ class InProcessWorkerGroup(WorkerGroup):
         self, method: str, leading: Leading, shared: Arguments, *, deadline_s: float | None, kept: Collection[int] | None = None
     ) -> PendingCall:
         for rank in leading:
-            self._sharding.get_worker_coords(rank)
+            self.sharding.get_worker_coords(rank)
         if not leading:
             raise UserError(f"{method}() of group '{self._name}' was called on no rank")
         args, kwargs = (*leading[0], *shared[0]), shared[1]

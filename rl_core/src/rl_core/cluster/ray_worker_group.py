@@ -71,8 +71,8 @@ class RayWorkerGroup(WorkerGroup):
         bundles_per_worker: int = 1,
     ) -> None:
         self._cluster = cluster
-        self._sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
-        self._allocator = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
+        self.sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
+        self._allocator = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self.sharding.size)
         self._class = worker_class
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
@@ -90,10 +90,6 @@ class RayWorkerGroup(WorkerGroup):
             self._end()
             raise
 
-    @property
-    def sharding(self) -> NamedSharding:
-        return self._sharding
-
     def pids(self) -> list[int]:
         """The process id of each rank, on its host."""
         return [actor.identity.pid for actor in self._actors if actor.identity is not None]
@@ -110,7 +106,7 @@ class RayWorkerGroup(WorkerGroup):
     def restart(self, rank: int | None = None) -> None:
         ranks = range(self.world_size) if rank is None else [rank]
         for one in ranks:
-            self._sharding.get_worker_coords(one)
+            self.sharding.get_worker_coords(one)
             self._actors[one].kill()
         wait_exited([self._actors[one] for one in ranks])
         if rank is None:
@@ -158,7 +154,7 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self, rank: int) -> RemoteActor:
         """Request the process of one rank from Ray."""
         bundle = self._allocator.own_bundle(rank)
-        coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
+        coords = ", ".join(f"{axis}={at}" for axis, at in self.sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
         env = {
             # Ray makes all GPUs of the node visible to a process without any.
@@ -210,7 +206,7 @@ class RayWorkerGroup(WorkerGroup):
             node_rank=self._allocator.own_bundle(rank).node_rank,
             master_address=address,
             master_port=port,
-            coords=self._sharding.get_worker_coords(rank),
+            coords=self.sharding.get_worker_coords(rank),
             device="cuda" if self._cluster.use_gpus else "cpu",
             num_threads=self._threads(rank),
             seed=self._cluster.seed,
@@ -227,7 +223,7 @@ class RayWorkerGroup(WorkerGroup):
         self, method: str, leading: Leading, shared: Arguments, *, deadline_s: float | None, kept: Collection[int] | None = None
     ) -> PendingCall:
         for rank in leading:
-            self._sharding.get_worker_coords(rank)
+            self.sharding.get_worker_coords(rank)
         if not self._actors:
             raise UserError(f"group '{self._name}' was shut down; no method can run on it")
         stored_shared, readers = self._store(shared, len(leading)), Counter(map(id, leading.values()))

@@ -27,10 +27,8 @@ class WorkerGroup(ABC):
         WorkerError, WorkerDiedError, DeadlineExceededError: as `PendingCall.result`.
     """
 
-    @property
-    @abstractmethod
-    def sharding(self) -> NamedSharding:
-        """The grid of ranks."""
+    sharding: NamedSharding
+    """The grid of ranks."""
 
     @property
     def world_size(self) -> int:

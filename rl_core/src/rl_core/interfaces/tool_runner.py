@@ -1,5 +1,5 @@
 """Moved to `rl_core.tools`."""
 
-from rl_core.first_use import moved_module
+from rl_core.first_use import import_on_first_use
 
-__getattr__ = moved_module(__name__, "rl_core.tools")
+__getattr__ = import_on_first_use(__name__, {}, moved={"rl_core.tools": "ToolUnavailableError current_session"})

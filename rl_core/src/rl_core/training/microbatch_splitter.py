@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,17 +40,21 @@ class MicrobatchSplitter:
         self.packing = config.sequence_packing.enabled
 
     def split(self, batch: BatchedDataDict[Any], *, rows: int) -> Iterator[BatchedDataDict[Any]]:
-        """Microbatches of one global batch, in the order of its rows.
+        """Microbatches of one global batch, in the order of its rows; freed memory is returned after each.
 
         Args:
             batch: has a microbatch plan, made by `shard_by_batch_size`, if dynamic batching or packing is enabled.
             rows: rows of a microbatch if there is no plan.
         """
         if batch.micro_batch_indices is None:
-            return batch.make_microbatch_iterator(rows)
-        if self.packing:
-            return batch.make_microbatch_iterator_for_packable_sequences()
-        return batch.make_microbatch_iterator_with_dynamic_shapes()
+            microbatches = batch.make_microbatch_iterator(rows)
+        elif self.packing:
+            microbatches = batch.make_microbatch_iterator_for_packable_sequences()
+        else:
+            microbatches = batch.make_microbatch_iterator_with_dynamic_shapes()
+        for microbatch in microbatches:
+            yield microbatch
+            return_freed_memory()
 
     def read(self, microbatch: BatchedDataDict[Any], *, training: bool) -> MicrobatchRows:
         """The columns that the model reads.
@@ -128,3 +133,13 @@ def non_finite_step_error(step: int, where: str, *, norm: float) -> NonFiniteErr
         "Check the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
         "if they are extreme."
     )
+
+
+def return_freed_memory() -> None:
+    """Return free pages of the heap to the system; a few microseconds if there are none.
+
+    glibc keeps freed blocks of up to 32 MiB, which is faster than to map each again. But tensors of another size rarely fit
+    there, so a process would grow to the sum of what its microbatches and phases need. Other C libraries have no such function.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -19,7 +19,7 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.worker import GlobalCounts, PolicyFacts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.microbatch_splitter import MicrobatchSplitter
+from rl_core.training.microbatch_splitter import MicrobatchSplitter, return_freed_memory
 from rl_core.weights.fingerprint import digest_of
 from rl_core.weights.source import WeightSource
 
@@ -190,6 +190,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
             batch = data.get_batch(step, rows_per_step)
             microbatches = self._splitter.split(batch, rows=mbs or self.config.train_micro_batch_size)
             results.append(self.train_step(microbatches, loss_fn, count, eval_mode=eval_mode))
+            return_freed_memory()
         return results
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:

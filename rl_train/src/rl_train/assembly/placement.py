@@ -13,7 +13,6 @@ from rl_core.config.schema import ClusterConfig
 from rl_core.config.section import Devices
 from rl_core.dispatch.worker_facade import local_device
 from rl_core.errors import ConfigError, with_key
-from rl_train.assembly.freed_memory import return_large_blocks
 from rl_train.config.rules.models import models_of
 from rl_train.config.rules.sampling import default_transports
 from rl_train.config.schema import RunConfig
@@ -35,7 +34,6 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, groups: int = 2, se
     """
     if config.backend == "in_process":
         _check_device(config.use_gpus)
-        return_large_blocks()
         return None
     cluster = RayVirtualCluster(
         [config.workers_per_node] * config.num_nodes,

@@ -16,7 +16,6 @@ from rl_core.data.shared_prefix import MAX_SHARE
 from rl_core.errors import NotSupportedError
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.kl_penalty import kl_in_reward
-from rl_train.assembly.freed_memory import return_large_blocks
 from rl_train.assembly.losses import loss_of
 from rl_train.config.optimizer_steps import OptimizerSteps, optimizer_steps
 from rl_train.config.rules.models import models_of
@@ -188,7 +187,6 @@ def _threads(count: int | None) -> Iterator[int]:
     """Compute with `count` threads, or as many as before; yields their number."""
     import torch
 
-    return_large_blocks()  # as in the run, where a tensor's memory is mapped again each time
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
