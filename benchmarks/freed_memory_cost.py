@@ -15,11 +15,13 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from plan_vs_measured import CASES, ROOT, write_inputs
 
+SAMPLE_S = 0.01
 QUICKSTART = (
     "cluster.backend=in_process",
     "grpo.max_num_steps=15",
@@ -54,11 +56,17 @@ def measure(arguments: list[str], folder: Path, way: str, threads: int) -> str:
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), **variables},
     )
+    peak = 0  # sampled, because a run resets the peak that the kernel records
+    with suppress(OSError, ProcessLookupError):
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
+            time.sleep(SAMPLE_S)
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"rlcore train ended with {os.waitstatus_to_exitcode(status)}")
     cpu, wall = used.ru_utime + used.ru_stime, time.monotonic() - start
-    return f"{cpu:.1f} ({used.ru_stime:.1f}) | {wall:.1f} | {used.ru_minflt / 1e6:.2f} | {used.ru_maxrss / 1024:.0f}"
+    return f"{cpu:.1f} ({used.ru_stime:.1f}) | {wall:.1f} | {used.ru_minflt / 1e6:.2f} | {peak / 2**20:.0f}"
 
 
 def main() -> None:

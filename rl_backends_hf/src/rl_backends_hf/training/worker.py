@@ -23,6 +23,7 @@ from rl_backends_hf.model import (
     length_dependent_rope,
     load_model,
     load_model_with_exact_weights,
+    return_memory_after_layers,
 )
 from rl_backends_hf.parallel import Parallel, load_sharded, make_parallel
 from rl_backends_hf.scoring.probe import probe_scoring
@@ -109,6 +110,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             self._microbatcher.variable_length_kernel = VARLEN
         if hf.compile_layers:
             compile_layers(model, float32_products=self._float32_products)
+        elif device.type == "cpu":
+            return_memory_after_layers(model)
         unshared = self._probe_scoring()
         self._microbatcher.shares_prefixes = unshared is None
         if self.config.activation_checkpointing:
