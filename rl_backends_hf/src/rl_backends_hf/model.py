@@ -25,7 +25,7 @@ from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, chec
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_head, prepare_head
 from rl_backends_hf.shards import copy_from_files
-from rl_core.backend import Head, check_loaded, exact_attention, report_as_error, return_freed_memory
+from rl_core.backend import Head, check_loaded, exact_attention, report_as_error
 from rl_core.data.hub import pretrained_location, read_model_config, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
@@ -287,21 +287,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     # FSDP2 replaces a layer's class by one that inherits from it.
     return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
-
-
-def return_memory_after_layers(model: PreTrainedModel) -> None:
-    """Return what each decoder layer has freed to the system when it ends in a training pass.
-
-    Freed results lie between those that are kept for the backward pass, and later ones rarely fit there: without this, a pass
-    of LoRA needs half as much memory again.
-    """
-
-    def after_layer(*_: object) -> None:
-        if torch.is_grad_enabled():
-            return_freed_memory()
-
-    for layer in decoder_layers(model):
-        layer.register_forward_hook(after_layer)
 
 
 def _locate(name: str) -> dict[str, str]:

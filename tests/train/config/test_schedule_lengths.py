@@ -13,6 +13,7 @@ from rl_train.config.schedule_lengths import schedule_changes, schedule_lengths,
 from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+MODEL = EXAMPLES / "addition" / "model"
 GRPO, SFT, PPO, DPO = (EXAMPLES / f"{name}_addition.yaml" for name in ("grpo", "sft", "ppo", "dpo"))
 
 
@@ -172,7 +173,7 @@ def test_an_algorithm_without_declared_optimizer_steps_needs_a_schedule_length(f
 
 def test_optimizer_steps_of_unequal_size_are_a_warning():
     def warned(*overrides):
-        return CliRunner().invoke(app, ["validate", str(SFT), *overrides]).output
+        return CliRunner().invoke(app, ["validate", str(SFT), f"policy.model_name={MODEL}", *overrides]).output
 
     assert "warning" not in warned("sft.global_batch_size=16", "++policy.train_global_batch_size=8")
     assert "warning" not in warned("sft.global_batch_size=16", "++policy.train_global_batch_size=32")

@@ -19,11 +19,11 @@ from rl_backends_hf.memory_advice import policy_advice
 from rl_backends_hf.model import (
     DTYPES,
     checkpoint_activations,
+    decoder_layers,
     is_quantized,
     length_dependent_rope,
     load_model,
     load_model_with_exact_weights,
-    return_memory_after_layers,
 )
 from rl_backends_hf.parallel import Parallel, load_sharded, make_parallel
 from rl_backends_hf.scoring.probe import probe_scoring
@@ -55,6 +55,7 @@ from rl_core.backend import (
     WorkerContext,
     find_tokenizer,
     first_non_finite,
+    return_freed_memory,
 )
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
@@ -111,7 +112,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if hf.compile_layers:
             compile_layers(model, float32_products=self._float32_products)
         elif device.type == "cpu":
-            return_memory_after_layers(model)
+            _return_memory_after_layers(model)
         unshared = self._probe_scoring()
         self._microbatcher.shares_prefixes = unshared is None
         if self.config.activation_checkpointing:
@@ -383,3 +384,17 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def _drop_gradients(self) -> None:
         if self._state is not None:
             self._state.masters.clear_gradients()
+
+
+def _return_memory_after_layers(model: PreTrainedModel) -> None:
+    """Let each decoder layer, when it ends in a training pass, return what it has freed.
+
+    That lies between what is kept for the backward pass, and the next layers' tensors rarely fit there.
+    """
+
+    def after_layer(*_: object) -> None:
+        if torch.is_grad_enabled():
+            return_freed_memory()
+
+    for layer in decoder_layers(model):
+        layer.register_forward_hook(after_layer)
