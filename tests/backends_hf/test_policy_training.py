@@ -354,3 +354,13 @@ def test_master_weights_fall_back_to_rounded_weights_with_a_warning(caplog):
     assert torch.equal(masters.parameters["weight"], model.weight.float())
     assert torch.equal(masters.parameters["bias"], near)
     assert "weight differs from its float32 value" in caplog.text
+
+
+def test_layers_return_freed_memory_in_training_passes(parts, start, monkeypatch):
+    returned = []
+    monkeypatch.setattr("rl_backends_hf.training.worker.return_freed_memory", lambda: returned.append(torch.is_grad_enabled()))
+    worker, rows = start(), parts.make_rows()
+    worker.get_logprobs(rows)
+    assert returned == []
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows), mbs=4)
+    assert returned == [True] * worker._scoring.model.config.num_hidden_layers * (rows.size // 4)
