@@ -34,6 +34,7 @@ from rl_core.backend import (
     WorkerContext,
     check_files,
     end_token_ids,
+    return_freed_memory,
     same_digests_on_every_replica,
     to_output,
 )
@@ -111,6 +112,7 @@ class VllmGenerationWorker(GenerationWorker):
                     check_files(config.model_name, **{key: overrides[key] for key in fields})
             self._sampling = self._settings(files)
             self._engine = _start(self._arguments(files, load_format), asynchronous=vllm_cfg.async_engine)
+        return_freed_memory()
         self._requests = InFlightRequests(self._engine)
         self._engine.set_weight_version(self._weight_version)
         self._engine.rpc("rlcore_init_receiver", self.context.rank, self.context.device)
