@@ -4,8 +4,8 @@
     python benchmarks/freed_memory_cost.py lora 1 --ways trimmed mapped --threads 2
 
 Each run trains in one process. Three ways are compared: `trimmed`, which is what `rlcore` does, returns what is free after each
-microbatch and phase; `mapped` also maps each block of at least 1 MiB by itself, and unmaps it when it is freed; `kept` returns
-nothing, as glibc does by default. Needs Linux with glibc. Results: results/freed_memory_cost.md.
+layer, microbatch and phase; `mapped` also maps each block of at least 1 MiB by itself, and unmaps it when it is freed; `kept`
+returns nothing, as glibc does by default. Needs Linux with glibc. Results: results/freed_memory_cost.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -57,11 +56,10 @@ def measure(arguments: list[str], folder: Path, way: str, threads: int) -> str:
         env={**os.environ, "OMP_NUM_THREADS": str(threads), **variables},
     )
     peak = 0  # sampled, because a run resets the peak that the kernel records
-    with suppress(OSError, ProcessLookupError):
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-            peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
-            time.sleep(SAMPLE_S)
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
+        time.sleep(SAMPLE_S)
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"rlcore train ended with {os.waitstatus_to_exitcode(status)}")

@@ -1,4 +1,4 @@
-"""Splits a rank's rows into microbatches, selects what a model reads of each, and reduces what the step reports."""
+"""Splits a rank's rows into microbatches, selects what a model reads of each, returns freed memory, and reduces reports."""
 
 from __future__ import annotations
 
