@@ -15,6 +15,7 @@ from rl_backends_megatron.gpt import unwrap
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.parallel import Ranks
+from rl_core.backend import return_freed_memory
 
 HeadFn = Callable[[torch.Tensor], torch.Tensor]
 """From the last stage's hidden states to logits or values of the scored tokens."""
@@ -158,6 +159,7 @@ def forward_backward(
 def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[..., Any], *, learn: bool) -> list[Any]:
     def forward_step(iterator: Iterator[tuple[int, ModelInput]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         number, each = next(iterator)
+        return_freed_memory()  # of the microbatch before
         output = model(each.input_ids, each.position_ids, None, packed_seq_params=each.packing)
         return output, partial(consume, partial(unwrap(model).apply_head, positions=each.hidden_index), number)
 
