@@ -1,9 +1,10 @@
-"""Products of bfloat16 matrices that the policy computes in float32 on CPUs without instructions for them."""
+"""Products of matrices that the policy replaces: of bfloat16 by float32, and large ones of float32 by oneDNN's."""
 
 import pytest
 import torch
 
-from rl_backends_hf.cpu_products import float32_products
+from rl_backends_hf import cpu_products
+from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import UserError
 
@@ -38,7 +39,7 @@ def test_a_product_is_that_of_float32_rounded_once(call):
     batch = (3,) if call == "bmm" else ()
     left, right, other = (torch.randn(*batch, 8, 8, generator=draw).bfloat16() for _ in range(3))
     exact = left.float() @ right.float() + (other.float() if "addmm" in call else 0)
-    with float32_products(True):
+    with CpuProducts(in_float32=True)():
         if call == "addmm_":
             found = other.addmm_(left, right)
             assert found is other
@@ -85,10 +86,92 @@ def test_the_choice_is_logged_once_and_depends_on_the_cpu(start, own_messages, m
     caplog.set_level("INFO")
     for has_instructions, products in ((False, True), (True, False)):
         monkeypatch.setattr("rl_backends_hf.cpu_products.has_bfloat16_products", lambda value=has_instructions: value)
-        assert start(precision="bfloat16")._float32_products is products
+        assert start(precision="bfloat16")._products.in_float32 is products
     assert sum("no bfloat16 instructions" in message for message in own_messages()) == 1
 
 
 def test_products_that_have_no_effect_are_refused(start):
     with pytest.raises(UserError, match=r"cpu_products.*float32.*no effect"):
         start(precision="float32", hf={"cpu_products": "float32"})
+
+
+def strided(tensor, layout):
+    """The same numbers in memory as a transposed matrix, or as a part of wider rows."""
+    if layout == "transposed":
+        return tensor.t().contiguous().t()
+    return torch.cat([tensor, tensor], dim=1)[:, : tensor.shape[1]] if layout == "part" else tensor
+
+
+@pytest.mark.parametrize("layouts", [("rows", "rows"), ("transposed", "rows"), ("rows", "transposed"), ("part", "part")])
+@pytest.mark.parametrize("call", ["mm", "addmm", "addmm_bias", "addmm_", "mm_out"])
+def test_a_product_of_onednn_is_as_exact_as_torchs(call, layouts, monkeypatch):
+    monkeypatch.setattr(cpu_products, "_MIN_PRODUCTS", 1)
+    monkeypatch.setattr(cpu_products, "_BLOCK", 1000)  # several blocks, of which the last is smaller
+    draw = torch.Generator().manual_seed(0)
+    shapes = (37, 50), (50, 70), ((70,) if call == "addmm_bias" else (37, 70))
+    left, right, other = (torch.randn(*shape, generator=draw) for shape in shapes)
+    exact = left.double() @ right.double() + (other.double() if "addmm" in call else 0)
+    left, right = strided(left, layouts[0]), strided(right, layouts[1])
+    with CpuProducts(by_onednn=True)():
+        if call == "addmm_":
+            found = other.addmm_(left, right)
+            assert found is other
+        elif call == "mm_out":
+            found = torch.mm(left, right, out=other)
+            assert found is other
+        else:
+            found = torch.mm(left, right) if call == "mm" else torch.addmm(other, left, right)
+    # 50 products of normal numbers: rounding errors of float32 (2^-24) grow with at most their number.
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=50 * 2**-24 * 4)
+
+
+@pytest.mark.parametrize("call", ["beta", "small", "float64"])
+def test_other_products_are_torchs(call, monkeypatch):
+    left, right, other = (torch.randn(64, 64) for _ in range(3))
+    if call != "small":
+        monkeypatch.setattr(cpu_products, "_MIN_PRODUCTS", 1)
+    if call == "float64":
+        left, right, other = left.double(), right.double(), other.double()
+    scale = {"beta": 0.5} if call == "beta" else {}
+    expected = torch.addmm(other, left, right, **scale)
+    with CpuProducts(by_onednn=True)():
+        assert torch.equal(torch.addmm(other, left, right, **scale), expected)
+
+
+def test_gradients_are_those_of_torchs_products(monkeypatch):
+    monkeypatch.setattr(cpu_products, "_MIN_PRODUCTS", 1)
+    layers = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.SiLU(), torch.nn.Linear(48, 8, bias=False))
+    inputs, gradients = torch.randn(2, 17, 24), []
+    for products in (CpuProducts(), CpuProducts(by_onednn=True)):
+        layers.zero_grad()
+        with products():
+            layers(inputs).square().mean().backward()
+        gradients.append([each.grad.clone() for each in layers.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "capability", "has_mkl", "weights", "expected"),
+    [
+        ("AuthenticAMD", "AVX512", True, 2**17, True),
+        ("GenuineIntel", "AVX512", True, 2**17, False),
+        ("AuthenticAMD", "AVX2", True, 2**17, False),
+        ("AuthenticAMD", "AVX512", False, 2**17, False),
+        ("AuthenticAMD", "AVX512", True, 2**17 - 1, False),
+    ],
+)
+def test_onednn_is_used_where_mkl_is_slow_and_products_are_large(
+    cpu, capability, has_mkl, weights, expected, monkeypatch, tmp_path
+):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {cpu}\n")
+    monkeypatch.setattr(cpu_products, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    cpu_products._is_onednn_faster.cache_clear()
+    try:
+        model = torch.nn.Linear(weights, 1, bias=False)
+        found = CpuProducts.of("auto", torch.float32, torch.device("cpu"), model=model)
+        assert found == CpuProducts(by_onednn=expected)
+        assert not CpuProducts.of("auto", torch.float32, torch.device("cuda"), model=model).by_onednn
+    finally:
+        cpu_products._is_onednn_faster.cache_clear()

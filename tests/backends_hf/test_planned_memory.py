@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.cpu_products import float32_products
+from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.model import DTYPES, load_model, model_without_weights
 from rl_backends_hf.parallel import FullyShard
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
@@ -43,7 +43,7 @@ def tracked_by_torch(config, *, emulates=False):
         scored = (torch.arange(ROWS).unsqueeze(1) * LENGTH + torch.arange(LENGTH - 1)).flatten()
         scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens).train()
         tracker = MemTracker()
-        with tracker, float32_products(emulates):
+        with tracker, CpuProducts(in_float32=emulates)():
             scoring(ids, scored, ids.flatten()[scored], {}).sum().backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return sum(size for kind, size in peak.items() if getattr(kind, "value", kind) in ("Activation", "Temp"))

@@ -236,10 +236,12 @@ def _differentiate(
             total[:, :, prefix] = gradient
     if later.start == later.stop:
         return
-    # A padded token repeats its row's last one, so its log-sum-exp is finite; without a gradient it has no effect.
-    padded = torch.ones(segment.own.numel(), dtype=torch.bool)
-    padded[segment.own_tokens] = False
-    row_grad = _by_row(grad, segment).masked_fill(padded.view(segment.own.shape[0], 1, -1, 1), 0.0)
+    row_grad = _by_row(grad, segment)
+    if segment.is_padded:
+        # A padded token repeats its row's last one, so its log-sum-exp is finite; without a gradient it has no effect.
+        padded = torch.ones(segment.own.numel(), dtype=torch.bool)
+        padded[segment.own_tokens] = False
+        row_grad = row_grad.masked_fill(padded.view(segment.own.shape[0], 1, -1, 1), 0.0)
     row_lse = _by_row(lse.unsqueeze(-1), segment).squeeze(-1)
     rows = (_by_row(each, segment) for each in (q, k, v, output))
     for total, gradient in zip(gradients, _flash_backward(row_grad, *rows, row_lse, 0.0, True, scale=scale), strict=True):
@@ -261,13 +263,16 @@ def _differentiate(
 
 
 def _by_row(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """[1, heads, N, D] of the segment's own tokens as [R, heads, C, D]."""
-    rows, length = segment.own.shape
-    picked = tensor[0].index_select(1, segment.own.flatten())
-    return picked.view(tensor.shape[1], rows, length, tensor.shape[3]).transpose(0, 1)
+    """[1, heads, N, D] of the segment's own tokens as [R, heads, C, D], which is a view if the rows are equally long."""
+    if segment.is_padded:
+        picked = tensor[0].index_select(1, segment.own.flatten())
+    else:
+        picked = tensor[0, :, segment.start + segment.prefix : segment.end]
+    by_row: torch.Tensor = picked.unflatten(1, segment.own.shape)
+    return by_row.transpose(0, 1)
 
 
 def _by_token(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
     """[R, heads, C, D] as [1, heads, tokens, D], without padding."""
     flat = tensor.transpose(0, 1).flatten(1, 2)
-    return flat.index_select(1, segment.own_tokens).unsqueeze(0)
+    return (flat.index_select(1, segment.own_tokens) if segment.is_padded else flat).unsqueeze(0)

@@ -1,18 +1,27 @@
-"""Matrix products of bfloat16 tensors on CPUs without instructions for them.
+"""How a policy on a CPU multiplies matrices, where torch's own products are slow.
 
-There, torch emulates a bfloat16 product at a fraction of the speed of float32. `float32_products` converts its inputs to
-float32, multiplies, and rounds the result to bfloat16 once. CPUs with these instructions add products in float32, too, so
-only the order of sums can differ. Weights, activations and gradients stay bfloat16.
+- **bfloat16 without its instructions**: torch emulates such a product at a fraction of the speed of float32. Here, inputs are
+  converted to float32, multiplied, and the result is rounded to bfloat16 once. CPUs with these instructions add products in
+  float32, too. Weights, activations and gradients stay bfloat16.
+- **float32 on an AMD CPU with AVX-512**: MKL, torch's library, uses only AVX2 there. Large products are computed by oneDNN,
+  which is part of torch and about twice as fast.
+
+In both, only the order of sums can differ.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.errors import UserError
@@ -32,6 +41,64 @@ _FUNCTIONS: Final = {
 }
 """Products that autograd and the models call, and the function that returns the result of each."""
 _IN_PLACE: Final = (_aten.addmm_.default, _aten.baddbmm_.default)
+_MIN_PRODUCTS: Final = 2**26
+"""Multiplications from which a product is given to oneDNN, which compiles a program of about 1 ms for each new shape."""
+_MIN_WEIGHTS: Final = 2**17
+"""Weights of a matrix whose product with 512 tokens is that large. A model without one would only pay for the replacement,
+which takes 4 us for each operation of torch."""
+_BLOCK: Final = 2**20
+"""Numbers that are added to a matrix at one time; a large result in memory of its own costs more than its computation."""
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+_MOST_PROGRAMS: Final = "128"
+"""Number of shapes of which oneDNN keeps the programs, with about 0.6 MB each. Its default is 1024; one microbatch has 20."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuProducts:
+    """Which products are replaced.
+
+    Attributes:
+        in_float32: those of bfloat16 matrices, by products in float32.
+        by_onednn: large ones of float32 matrices, by oneDNN's.
+    """
+
+    in_float32: bool = False
+    by_onednn: bool = False
+
+    @classmethod
+    def of(cls, chosen: str, dtype: torch.dtype, device: torch.device, *, model: nn.Module | None = None) -> CpuProducts:
+        """What suits a policy on this CPU, decided from the CPU's type; logged if bfloat16 is replaced unasked.
+
+        Args:
+            chosen: `policy.hf_cfg.cpu_products`.
+            dtype: of the model.
+            device: of the model.
+            model: the model; None if only products of bfloat16 matrices may be replaced.
+
+        Raises:
+            UserError: a choice that has no effect.
+        """
+        is_bfloat16 = dtype == torch.bfloat16 and device.type == "cpu"
+        if chosen != "auto" and not is_bfloat16:
+            raise UserError(
+                f"`cpu_products: {chosen}` has no effect with weights of {dtype} on {device}. Remove it.",
+                key="policy.hf_cfg.cpu_products",
+            )
+        if is_bfloat16 and chosen == "auto" and not has_bfloat16_products():
+            _log.info(
+                "This CPU (%s) has no bfloat16 instructions, so the policy multiplies in float32 and rounds the results to "
+                "bfloat16 (`policy.hf_cfg.cpu_products`). Weights and transfers are bfloat16.",
+                torch.backends.cpu.get_cpu_capability(),
+            )
+            chosen = "float32"
+        in_float32 = chosen == "float32"
+        is_float32 = in_float32 or (dtype == torch.float32 and device.type == "cpu")
+        largest = 0 if model is None else max(each.numel() for each in model.parameters())
+        return cls(in_float32=in_float32, by_onednn=is_float32 and largest >= _MIN_WEIGHTS and _is_onednn_faster())
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Replace the products of this thread while the block runs, including those of a backward pass."""
+        return _Replaced(self) if self.in_float32 or self.by_onednn else nullcontext()
 
 
 def has_bfloat16_products() -> bool:
@@ -41,46 +108,75 @@ def has_bfloat16_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def multiplies_in_float32(chosen: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a policy computes products of bfloat16 matrices in float32, which is logged if it is not configured.
-
-    Args:
-        chosen: `policy.hf_cfg.cpu_products`.
-        dtype: of the model.
-        device: of the model.
-
-    Raises:
-        UserError: a choice that has no effect.
-    """
-    is_on_cpu = dtype == torch.bfloat16 and device.type == "cpu"
-    if chosen != "auto" and not is_on_cpu:
-        raise UserError(
-            f"`cpu_products: {chosen}` has no effect with weights of {dtype} on {device}. Remove it.",
-            key="policy.hf_cfg.cpu_products",
-        )
-    if chosen != "auto" or not is_on_cpu or has_bfloat16_products():
-        return chosen == "float32"
-    _log.info(
-        "This CPU (%s) has no bfloat16 instructions, so the policy multiplies in float32 and rounds the results to bfloat16 "
-        "(`policy.hf_cfg.cpu_products`). Weights and transfers are bfloat16.",
-        torch.backends.cpu.get_cpu_capability(),
-    )
+@cache
+def _is_onednn_faster() -> bool:
+    """Whether torch multiplies float32 matrices with MKL on an AMD CPU with AVX-512, and has oneDNN's product."""
+    mkldnn = torch.backends.mkldnn
+    if not (torch.backends.mkl.is_available() and mkldnn.is_available() and mkldnn.enabled):
+        return False
+    is_amd = "AuthenticAMD" in (_CPU_INFO.read_text() if _CPU_INFO.exists() else platform.processor())
+    if not (is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    # Read when oneDNN is first used; the memory of all shapes that a run meets would be 0.6 GB.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _MOST_PROGRAMS)
+    os.environ.setdefault("LRU_CACHE_CAPACITY", _MOST_PROGRAMS)
     return True
 
 
-def float32_products(enabled: bool) -> AbstractContextManager[Any]:
-    """Compute products of bfloat16 matrices on the CPU in float32 while the block runs in this thread, if `enabled`."""
-    return _Float32Products() if enabled else nullcontext()  # type: ignore[no-untyped-call]
+class _Replaced(TorchDispatchMode):
+    """Replaces products of CPU matrices, also those of the backward pass, which CPUs run in the same thread."""
 
-
-class _Float32Products(TorchDispatchMode):
-    """Replaces each product with bfloat16 inputs, including those of the backward pass, which CPUs run in the same thread."""
+    def __init__(self, products: CpuProducts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products = products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         function = _FUNCTIONS.get(func)
-        if function is None or args[0].dtype != torch.bfloat16 or args[0].device.type != "cpu":
+        if function is None or args[0].device.type != "cpu":
             return func(*args, **kwargs)
-        target = args[0] if func in _IN_PLACE else kwargs.pop("out", None)
-        exact = function(*(each.float() if isinstance(each, torch.Tensor) else each for each in args), **kwargs)
-        return exact.to(torch.bfloat16) if target is None else target.copy_(exact)
+        dtype = args[0].dtype
+        if dtype == torch.bfloat16 and self._products.in_float32:
+            target = args[0] if func in _IN_PLACE else kwargs.pop("out", None)
+            exact = self._exact(function, [each.float() if isinstance(each, torch.Tensor) else each for each in args], kwargs)
+            return exact.to(dtype) if target is None else target.copy_(exact)
+        return self._exact(func, args, kwargs)
+
+    def _exact(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        multiply: Any = _ONEDNN.get(func) if self._products.by_onednn and args[0].dtype == torch.float32 else None
+        if multiply is None or kwargs.keys() - {"out"} or not _is_large(*args[-2:]):
+            return func(*args, **kwargs)
+        return multiply(*args, **kwargs)
+
+
+def _is_large(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape[0] * left.shape[1] * right.shape[1] >= _MIN_PRODUCTS
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    return product
+
+
+def _addmm(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _mm(left, right, added) if added.ndim == 1 else _mm(left, right).add_(added)
+
+
+def _addmm_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    step = max(1, _BLOCK // total.shape[1])
+    for start in range(0, len(total), step):
+        total[start : start + step].add_(_mm(left[start : start + step], right))
+    return total
+
+
+def _mm_out(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(_mm(left, right))
+
+
+_ONEDNN: Final = {
+    _aten.mm.default: _mm,
+    _aten.mm.out: _mm_out,
+    _aten.addmm.default: _addmm,
+    _aten.addmm_.default: _addmm_,
+}
+"""Products of float32 matrices by oneDNN."""

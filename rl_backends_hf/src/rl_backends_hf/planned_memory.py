@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
+from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.live_bytes import LiveBytes
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import DTYPES, checkpoint_activations, model_without_weights
@@ -108,7 +108,7 @@ class PolicyMemory:
         on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
         config = self._config  # GPUs multiply bfloat16 matrices without copies in float32
-        in_float32 = not on_gpu and multiplies_in_float32(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU)
+        in_float32 = not on_gpu and CpuProducts.of(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU).in_float32
         shards = shards_of(config, ranks)
         forward = _Pass(training=False, float32_products=in_float32, shards=shards, gloo=not on_gpu)
         weights, trained = _sizes(config)
@@ -314,7 +314,7 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
         use_cpu_sdpa(model)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
         live = LiveBytes(model, gloo=how.gloo)
-        with live, float32_products(how.float32_products), torch.set_grad_enabled(how.training):
+        with live, CpuProducts(in_float32=how.float32_products)(), torch.set_grad_enabled(how.training):
             scores = scoring(*tokens, given.attention)
             if how.training:
                 live.end_forward()

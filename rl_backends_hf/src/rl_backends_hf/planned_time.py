@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
+from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.planned_memory import adapt, depth_of, fewer_layers, rows_together, scoring_of, shards_of
@@ -79,8 +79,8 @@ class PolicyTime:
         if config.activation_checkpointing and training:
             checkpoint_activations(model)
         passes = _Passes(config, model, share=scored / tokens, training=training)
-        emulates = multiplies_in_float32(config.hf_cfg.cpu_products, dtype, _CPU)
-        with float32_products(emulates), torch.set_grad_enabled(training):
+        products = CpuProducts.of(config.hf_cfg.cpu_products, dtype, _CPU, model=full)
+        with products(), torch.set_grad_enabled(training):
             layer, rest = passes.seconds(tokens, length)
         depth = depth_of(full)
         seconds = {"score": depth * layer[0] + rest[0] * tokens / scored}

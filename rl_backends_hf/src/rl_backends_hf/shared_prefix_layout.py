@@ -32,6 +32,11 @@ class Segment:
     own: torch.Tensor
     own_tokens: torch.Tensor
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the rows have different lengths."""
+        return self.own.numel() != self.own_tokens.numel()
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefixBatch:

@@ -6,11 +6,15 @@ them exist at one time, in the forward and the backward pass, which recomputes t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.function import once_differentiable
+
+_CPU_ROWS: Final = 32
+"""Rows of logits that a CPU reads or changes at one time: they stay in its cache between the operations on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ def chunked_topk_logprobs(
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, bias, transform)
             top, ids[rows] = torch.topk(logits, k, dim=-1)
-            logprobs[rows] = top - torch.logsumexp(logits, dim=-1, keepdim=True)
+            logprobs[rows] = top - _log_normalizer(logits)
     return ids, logprobs
 
 
@@ -116,7 +120,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, bias, transform)
-            normalizer[rows] = torch.logsumexp(logits, dim=-1, keepdim=True)
+            normalizer[rows] = _log_normalizer(logits)
             logprobs[rows] = logits.gather(1, targets[rows]) - normalizer[rows]
         # A single chunk fits into memory anyway; keeping it saves its recomputation in the backward pass.
         saved_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
@@ -138,7 +142,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits = saved_logits if saved_logits is not None else _logits(hidden[rows], weight, bias, ctx.transform)
-            raw = _grad_of_raw(logits, normalizer[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
+            raw = _to_grad_of_raw(logits, normalizer[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -155,18 +159,33 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         )
 
 
-def _grad_of_raw(
+def _few_rows(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same rows of each of some tensors [n, ...], few at a time on a CPU."""
+    rows = _CPU_ROWS if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+    return zip(*(each.split(rows) for each in tensors), strict=True)
+
+
+def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
+    """[n, 1], the log-sum-exp of logits [n, V]."""
+    return torch.cat([torch.logsumexp(rows, dim=-1, keepdim=True) for (rows,) in _few_rows(logits)])
+
+
+def _to_grad_of_raw(
     logits: torch.Tensor,
     normalizer: torch.Tensor,
     targets: torch.Tensor,
     grad: torch.Tensor,
     transform: LogitTransform,
 ) -> torch.Tensor:
-    """Gradient [n, V] float32 of the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope."""
-    slope = transform.slope(logits)
-    result = torch.sub(logits, normalizer).exp_().mul_(-grad.sum(dim=1, keepdim=True))
-    result.scatter_add_(1, targets, grad)
-    return result.mul_(slope)
+    """Gradient [n, V] float32 of the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope.
+
+    It replaces the logits: autograd refuses a second backward pass, in which they would be wrong.
+    """
+    for few, normalizers, own_targets, own_grad in _few_rows(logits, normalizer, targets, grad):
+        slope = transform.slope(few)
+        few.sub_(normalizers).exp_().mul_(-own_grad.sum(dim=1, keepdim=True))
+        few.scatter_add_(1, own_targets, own_grad).mul_(slope)
+    return logits
 
 
 def _add_product(total: torch.Tensor, raw: torch.Tensor, hidden: torch.Tensor) -> None:

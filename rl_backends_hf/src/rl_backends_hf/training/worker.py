@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rl_backends_hf.compiled_layers import compile_layers, explaining_compilation
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
+from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.memory_advice import policy_advice
 from rl_backends_hf.model import (
@@ -95,7 +95,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             # Tokens go to the device on which the map has placed the embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device
         device = self._parallel.device
-        self._float32_products = multiplies_in_float32(self.config.hf_cfg.cpu_products, self._dtype, device)
+        self._products = CpuProducts.of(hf.cpu_products, self._dtype, device, model=None if hf.compile_layers else model)
         self._microbatcher = Microbatcher(self.config, device=device)
         self._quantized = is_quantized(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -110,7 +110,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if use_varlen_if_plain(self._scoring, packing=self._microbatcher.packing, computed_in=self._dtype):
             self._microbatcher.variable_length_kernel = VARLEN
         if hf.compile_layers:
-            compile_layers(model, float32_products=self._float32_products)
+            compile_layers(model, float32_products=self._products.in_float32)
         elif device.type == "cpu":
             _return_memory_after_layers(model)
         unshared = self._probe_scoring()
@@ -164,7 +164,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        with self._scoring_model(reference=reference) as scoring, float32_products(self._float32_products):
+        with self._scoring_model(reference=reference) as scoring, self._products():
             inputs = (self._microbatcher.form(each, training=False) for each in microbatches)
             if topk is None:
                 return [{scoring.column: scoring.score(each)} for each in inputs]
@@ -199,7 +199,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         *,
         eval_mode: bool,
     ) -> StepResult:
-        with float32_products(self._float32_products):
+        with self._products():
             return optimizer_step(
                 self._scoring,
                 (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
