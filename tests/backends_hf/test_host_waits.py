@@ -73,8 +73,8 @@ def test_sampling_waits_once_per_token_and_gives_the_tokens_of_a_cpu(gpu, model_
     with gpu.counting() as waits:
         sampled = sample(model)
     assert torch.equal(sampled["output_ids"], expected["output_ids"])
-    # Two last bits of scores around 8: torch's CPU kernels depend on the alignment of memory, which is another after the move.
-    torch.testing.assert_close(sampled["logprobs"], expected["logprobs"], rtol=0, atol=2e-6)
+    # Some last bits of scores around 8 (2^-21 each): SDPA, and the products that a CPU uses instead, add in another order.
+    torch.testing.assert_close(sampled["logprobs"], expected["logprobs"], rtol=0, atol=5e-6)
     assert waits.total() <= len(draws), waits
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rl_backends_hf.sampling import shared_prompts
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
-from rl_backends_hf.sampling.shared_prompts import PromptTable, attend_own
+from rl_backends_hf.sampling.shared_prompts import PromptTable, attend_by_products
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 VOCAB_SIZE = 160
@@ -25,7 +25,7 @@ LOGPROB_TOLERANCE = 2e-5
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch):
-    monkeypatch.setattr(shared_prompts, "MIN_TOKENS", MIN_TOKENS)
+    monkeypatch.setattr(shared_prompts, "MIN_TOKENS", dict.fromkeys(shared_prompts.MIN_TOKENS, MIN_TOKENS))
 
 
 def load(folder, **options):
@@ -53,13 +53,13 @@ def samplers(model):
 @pytest.fixture
 def merged(monkeypatch):
     """The number of prompts of each layer's call."""
-    counts, merge = [], PromptTable.merge
+    counts, attend = [], PromptTable.attend
 
-    def counted(self, query, keys, *rest, **options):
-        counts.append(len(keys))
-        return merge(self, query, keys, *rest, **options)
+    def counted(self, query, prompts, *rest, **options):
+        counts.append(len(prompts[0]))
+        return attend(self, query, prompts, *rest, **options)
 
-    monkeypatch.setattr(PromptTable, "merge", counted)
+    monkeypatch.setattr(PromptTable, "attend", counted)
     return counts
 
 
@@ -139,11 +139,12 @@ def test_a_copy_of_a_slot_contains_its_shared_prompt(model_folder):
 
 @settings(max_examples=40)
 @given(
+    by_products=st.booleans(),
     prompt_of_row=st.lists(st.integers(-1, 2), min_size=1, max_size=7),
     prompt_lengths=st.lists(st.integers(1, 9), min_size=3, max_size=3),
     data=st.data(),
 )
-def test_merged_attention_equals_attention_to_prompt_and_own_tokens_together(prompt_of_row, prompt_lengths, data):
+def test_attention_to_prompt_and_own_tokens_equals_attention_to_both_together(by_products, prompt_of_row, prompt_lengths, data):
     used = sorted({prompt for prompt in prompt_of_row if prompt >= 0})
     if not used:
         return
@@ -160,8 +161,9 @@ def test_merged_attention_equals_attention_to_prompt_and_own_tokens_together(pro
     assert kept == used
     hidden = torch.arange(5) >= own_lengths.unsqueeze(1)
     mask = torch.zeros(rows, 1, 1, 5).masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
-    own, lse = attend_own(query, keys, values, mask, scale=0.4)
-    found = table.merge(query, *(held[kept] for held in prompts), own, lse, scale=0.4)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shared_prompts, "prefers_products", lambda device, dtype: by_products)
+        found = table.attend(query, tuple(prompts[:, kept]), (keys, values), mask, scale=0.4)
     for row, prompt in enumerate(prompt_of_row):
         before = 0 if prompt < 0 else prompt_lengths[prompt]
         end = int(own_lengths[row])
@@ -171,3 +173,16 @@ def test_merged_attention_equals_attention_to_prompt_and_own_tokens_together(pro
         )
         expected = F.scaled_dot_product_attention(query[row], all_keys, all_values, scale=0.4)
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [None, 0.4])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_by_products_equals_sdpa(group, scale):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(5, 2, group, 8, generator=generator)
+    held_keys, held_values = torch.randn(2, 7, 2, 12, 8, generator=generator)
+    keys, values = held_keys[:5, :, :9], held_values[:5, :, :9, :6]  # views of a larger cache
+    hidden = torch.arange(9) > torch.tensor([8, 0, 3, 5, 8]).unsqueeze(1)
+    mask = torch.zeros(5, 1, 1, 9).masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
+    expected = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    torch.testing.assert_close(attend_by_products(query, keys, values, mask, scale=scale), expected, atol=1e-6, rtol=0)

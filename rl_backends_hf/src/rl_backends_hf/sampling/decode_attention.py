@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_backends_hf.cpu_attention import is_plain, refuse_ignored
 from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
-from rl_backends_hf.sampling.shared_prompts import attend_own
+from rl_backends_hf.sampling.shared_prompts import attend_by_products, prefers_products
 from rl_core.errors import NotSupportedError
 
 GROUPED = "rlcore_grouped_sdpa"
@@ -45,42 +45,28 @@ def grouped_sdpa(
         query: [N, query heads, 1, D].
         key: [N, key heads, K, D].
         value: [N, key heads, K, D'].
-        attention_mask: [N, 1, 1, K] bool; floating point with `slot_cache`.
+        attention_mask: [N, 1, 1, K]; bool, or added to the scores.
         slot_cache: the rows' cache if they share prompts.
         **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
     """
     refuse_ignored(module, kwargs)
     rows, heads, length, width = query.shape
-    if slot_cache is not None and attention_mask is not None and is_plain(module, kwargs):
-        index: int = module.layer_idx  # type: ignore[assignment]
-        grouped = query.reshape(rows, key.shape[1], -1, width)
-        output = with_shared_prompts(slot_cache, index, grouped, key, value, attention_mask, kwargs.get("scaling"))
-        return output.reshape(rows, 1, heads, width), None
-    plain = length > 1 or heads == key.shape[1] or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None
-    if plain:
+    grouped, scale = query.reshape(rows, key.shape[1], -1, width), kwargs.get("scaling")
+    adds_mask = attention_mask is not None and attention_mask.is_floating_point() and is_plain(module, kwargs)
+    if slot_cache is not None and attention_mask is not None and adds_mask:
+        layer, prompts = slot_cache.layers[module.layer_idx], slot_cache.prompts
+        assert isinstance(layer, SlotLayer)
+        assert layer.prompts is not None
+        assert prompts is not None
+        output = prompts.attend(grouped, layer.prompts, (key, value), attention_mask, scale=scale)
+    elif length == 1 and attention_mask is not None and adds_mask and prefers_products(query.device, query.dtype):
+        output = attend_by_products(grouped, key, value, attention_mask, scale=scale)
+    elif length > 1 or heads == key.shape[1] or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    grouped = query.reshape(rows, key.shape[1], -1, width)
-    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    else:
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scale)
     return output.reshape(rows, 1, heads, value.shape[-1]), None
-
-
-def with_shared_prompts(
-    cache: SlotCache,
-    index: int,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float | None,
-) -> torch.Tensor:
-    """Attention [N, key heads, G, D] of `query` [N, key heads, G, D] in layer `index` to shared prompts and own tokens."""
-    own, lse = attend_own(query, keys, values, mask, scale=scale)
-    layer, prompts = cache.layers[index], cache.prompts
-    assert isinstance(layer, SlotLayer)
-    assert layer.prompts is not None
-    assert prompts is not None
-    return prompts.merge(query, *layer.prompts, own, lse, scale=scale)
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_sdpa)
@@ -140,8 +126,7 @@ class AttentionLayout:
 
         Args:
             cache: the rows.
-            score_dtype: dtype of the scores to which the mask is added, in eager attention and with shared prompts; None for
-                SDPA, which takes a bool mask.
+            score_dtype: dtype of the scores to which the mask is added; None for a bool mask, which SDPA takes.
         """
         masks = {
             kind: _shaped(cache.attendable(window=self.window if kind == _SLIDING else None), score_dtype)

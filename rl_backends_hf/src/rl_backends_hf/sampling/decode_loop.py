@@ -16,7 +16,7 @@ from rl_backends_hf.sampling.kv_cache import SlotCache
 from rl_backends_hf.sampling.prefill import PrefillPlan, prefill
 from rl_backends_hf.sampling.rows import PromptGroup, Row, group_by_prompt
 from rl_backends_hf.sampling.session_cache import CachedPrefix, SessionCache
-from rl_backends_hf.sampling.shared_prompts import PromptSharing
+from rl_backends_hf.sampling.shared_prompts import PromptSharing, prefers_products
 from rl_backends_hf.sampling.token_choice import SamplingParameters, next_tokens
 from rl_core.data.transfer import to_device
 from rl_core.errors import NonFiniteError
@@ -60,7 +60,8 @@ class DecodeLoop:
         self._sharing = PromptSharing(is_supported=False) if sharing is None else sharing
         self._sessions = SessionCache(0) if sessions is None else sessions
         self._device = model.get_input_embeddings().weight.device
-        self._eager_dtype = model.dtype if model.config._attn_implementation == "eager" else None
+        adds_mask = model.config._attn_implementation == "eager" or prefers_products(self._device, model.dtype)
+        self._score_dtype = model.dtype if adds_mask else None
         self._waiting: deque[PromptGroup] = deque()
         self._active: list[Row] = []
         self._cache: SlotCache | None = None
@@ -215,7 +216,7 @@ class DecodeLoop:
         assert cache is not None
         cache.advance()
         prompts = cache.prompts
-        score_dtype = self._eager_dtype if prompts is None else self._model.dtype
+        score_dtype = self._score_dtype if prompts is None else self._model.dtype
         logits = self._model(
             input_ids=self._tokens.unsqueeze(1),
             attention_mask=self._layout.mask(cache, score_dtype=score_dtype),

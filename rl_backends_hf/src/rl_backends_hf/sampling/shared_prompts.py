@@ -1,8 +1,9 @@
 """Prompts that several rows share while they are decoded: stored once, and read once per token for all of these rows.
 
 Without sharing, each sample of a prompt has its own copy of the prompt's keys and values, and reads all of it for every token.
-Here, the rows of a prompt attend to it in one call, and each row attends to its own tokens in another. The two are merged by
-their log-sum-exp, as in `cpu_attention`.
+Here, the scores of all rows of a prompt with it are one product of matrices, and those of each row with its own tokens another.
+In float32, they are kept and normalized together. In bfloat16, the flash kernel computes each of the two in float32, and they
+are merged by their log-sum-exp, as in `cpu_attention`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from transformers import PreTrainedModel
 
-MIN_TOKENS: Final = 128
-"""Minimum length of a prompt that is shared: for shorter ones, the second call costs as much as it saves."""
+MIN_TOKENS: Final = {torch.float32: 32, torch.bfloat16: 128}
+"""Minimum length of a prompt that is shared: for shorter ones, the second product costs as much as it saves."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def prefers_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `attend_by_products` is faster than SDPA; it is less exact in bfloat16, to which products round the scores."""
+    return device.type == "cpu" and dtype == torch.float32
 
 
 @dataclass(kw_only=True)
@@ -27,9 +33,11 @@ class PromptSharing:
 
     Attributes:
         is_supported: becomes False if a layer does not attend to shared prompts.
+        dtype: of the model.
     """
 
     is_supported: bool
+    dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, window: int | None) -> PromptSharing:
@@ -37,11 +45,12 @@ class PromptSharing:
         parameters = inspect.signature(model.forward).parameters.values()
         passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         own_function = model.config._attn_implementation != "eager" and model._can_set_attn_implementation()
-        return cls(is_supported=passes_on and own_function and window is None and model.device.type == "cpu")
+        is_supported = passes_on and own_function and window is None and model.device.type == "cpu"
+        return cls(is_supported=is_supported and model.dtype in MIN_TOKENS, dtype=model.dtype)
 
     def shared_tokens(self, prompt: Sequence[int], rows: int) -> int:
         """How many tokens of a prompt its `rows` rows share: all or none."""
-        return len(prompt) if self.is_supported and rows > 1 and len(prompt) >= MIN_TOKENS else 0
+        return len(prompt) if self.is_supported and rows > 1 and len(prompt) >= MIN_TOKENS[self.dtype] else 0
 
 
 @dataclass(kw_only=True)
@@ -88,13 +97,12 @@ class PromptTable:
         calls, self._calls = self._calls, 0
         return calls
 
-    def merge(
+    def attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        own: torch.Tensor,
-        own_lse: torch.Tensor,
+        prompts: tuple[torch.Tensor, torch.Tensor],
+        own: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor,
         *,
         scale: float | None,
     ) -> torch.Tensor:
@@ -102,10 +110,9 @@ class PromptTable:
 
         Args:
             query: [N, key heads, G, D], the G query heads of each key head.
-            keys: [prompts, key heads, P, D], padded on the right.
-            values: [prompts, key heads, P, D].
-            own: [N, key heads, G, D], attention to the row's own tokens.
-            own_lse: [N, key heads, G] float32, log-sum-exp of its scores.
+            prompts: keys and values [prompts, key heads, P, D], padded on the right.
+            own: keys and values [N, key heads, K, D] of each row's own tokens.
+            mask: [N, 1, 1, K], added to the scores of own tokens.
             scale: factor of the scores.
 
         Returns:
@@ -113,12 +120,14 @@ class PromptTable:
         """
         self._calls += 1
         if self._lookup is None:
-            self._lookup = _Lookup.of(self.of_slot, self.lengths, columns=keys.shape[2], dtype=query.dtype)
-        prompt_output, prompt_lse = self._lookup.attend(query, keys, values, scale=scale)
-        share = torch.sigmoid(prompt_lse - own_lse).unsqueeze(-1)
-        if self._lookup.has_prompt is not None:
-            share = share * self._lookup.has_prompt
-        return torch.lerp(own.float(), prompt_output.float(), share).to(query.dtype)
+            self._lookup = _Lookup.of(self.of_slot, self.lengths, columns=prompts[0].shape[2], dtype=query.dtype)
+        lookup = self._lookup
+        if prefers_products(query.device, query.dtype):
+            return attend_by_products(query, *own, mask, scale=scale, shared=(lookup, *prompts))
+        own_output, own_lse = _flash(query, *own, 0.0, False, attn_mask=mask, scale=scale)
+        prompt_output, prompt_lse = lookup.attend(query, *prompts, scale=scale)
+        share = torch.sigmoid(prompt_lse - own_lse).unsqueeze(-1) * lookup.has_prompt
+        return torch.lerp(own_output.float(), prompt_output.float(), share).to(query.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +137,18 @@ class _Lookup:
     Attributes:
         rows: [prompts * R] int64, the rows of each prompt, padded with row 0.
         places: [N] int64, index of each row in `rows`.
-        mask: [prompts, 1, 1, P], added to the scores; None if all prompts have P tokens.
-        has_prompt: [N, 1, 1, 1], 0 for rows without a shared prompt; None if all have one.
+        count: number of prompts.
+        mask: [prompts, 1, 1, P], added to the scores of each prompt's tokens; None if all prompts have P tokens.
+        mask_of_row: [N, 1, 1, P], added to the scores of each row.
+        has_prompt: [N, 1, 1, 1], 0 for rows without a shared prompt, and 1 for others.
     """
 
     rows: torch.Tensor
     places: torch.Tensor
+    count: int
     mask: torch.Tensor | None
-    has_prompt: torch.Tensor | None
+    mask_of_row: torch.Tensor
+    has_prompt: torch.Tensor
 
     @classmethod
     def of(cls, of_slot: Sequence[int], lengths: Sequence[int], *, columns: int, dtype: torch.dtype) -> _Lookup:
@@ -148,44 +161,73 @@ class _Lookup:
         for prompt, slots in enumerate(members):
             for place, slot in enumerate(slots):
                 places[slot] = prompt * most + place
+        prompt_of_row = torch.tensor(of_slot)
+        has_prompt = (prompt_of_row >= 0).view(-1, 1, 1, 1)
         padding = (torch.arange(columns) >= torch.tensor(lengths).unsqueeze(1))[:, None, None, :]
-        shares = torch.tensor(of_slot) >= 0
+        hidden = padding[prompt_of_row] | ~has_prompt
         return cls(
             rows=torch.tensor([slot for slots in members for slot in slots + [0] * (most - len(slots))]),
             places=torch.tensor(places),
+            count=len(lengths),
             mask=torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf")) if padding.any() else None,
-            has_prompt=None if shares.all() else shares.view(-1, 1, 1, 1).float(),
+            mask_of_row=torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")),
+            has_prompt=has_prompt.float(),
         )
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention [N, key heads, G, D] of each row to its prompt, and the log-sum-exp [N, key heads, G] of its scores."""
-        heads, group, width = query.shape[1:]
-        prompts = len(keys)
-        queries = query.index_select(0, self.rows).view(prompts, -1, heads, group, width).transpose(1, 2)
-        output, lse = _flash(
-            queries.reshape(prompts, heads, -1, width), keys, values, 0.0, False, attn_mask=self.mask, scale=scale
-        )
-        return self._by_row(output, query.shape), self._by_row(lse.unsqueeze(-1), query.shape).squeeze(-1)
+        queries = self.by_prompt(query).unflatten(0, (self.count, -1))
+        output, lse = _flash(queries, keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
+        group = query.shape[2]
+        return self.by_row(output, group), self.by_row(lse.unsqueeze(-1), group).squeeze(-1)
 
-    def _by_row(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        heads, group = shape[1:3]
-        by_row = values.reshape(len(values), heads, -1, group, values.shape[-1]).transpose(1, 2).flatten(0, 1)
-        return by_row.index_select(0, self.places)
+    def by_prompt(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """[N, heads, G, D] as [prompts * heads, R * G, D]."""
+        heads, group, width = of_rows.shape[1:]
+        rows = of_rows.index_select(0, self.rows).view(self.count, -1, heads, group, width)
+        return rows.transpose(1, 2).reshape(self.count * heads, -1, width)
+
+    def by_row(self, of_prompts: torch.Tensor, group: int) -> torch.Tensor:
+        """[prompts, heads, R * G, D] as [N, heads, G, D]."""
+        rows: torch.Tensor = of_prompts.unflatten(2, (-1, group)).transpose(1, 2).flatten(0, 1)
+        return rows.index_select(0, self.places)
 
 
-def attend_own(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention [N, key heads, G, D] of each row to its own tokens, and the log-sum-exp [N, key heads, G] of its scores.
+def attend_by_products(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float | None,
+    shared: tuple[_Lookup, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention of one token per row, of which the scores exist as a whole; on CPUs in float32 faster than SDPA's kernel.
 
     Args:
         query: [N, key heads, G, D].
         keys: [N, key heads, K, D].
-        values: [N, key heads, K, D].
+        values: [N, key heads, K, D'].
         mask: [N, 1, 1, K], added to the scores.
-        scale: factor of the scores.
+        scale: factor of the scores; D^-1/2 by default.
+        shared: prompts that rows share, and their keys and values.
+
+    Returns:
+        [N, key heads, G, D'].
     """
-    result: tuple[Any, Any] = _flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
-    return result
+    rows, heads, group, width = query.shape
+    scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).view(rows, heads, group, -1)
+    if shared is not None:
+        lookup, prompt_keys, prompt_values = shared
+        of_prompts = torch.bmm(lookup.by_prompt(query), prompt_keys.flatten(0, 1).transpose(1, 2))
+        scores = torch.cat([lookup.by_row(of_prompts.unflatten(0, (-1, heads)), group), scores], dim=-1)
+        mask = torch.cat([lookup.mask_of_row, mask], dim=-1)
+    probabilities = torch.add(mask, scores, alpha=width**-0.5 if scale is None else scale).softmax(dim=-1)
+    own = probabilities[..., -keys.shape[2] :].flatten(0, 1)
+    if shared is None:
+        return torch.bmm(own, values.flatten(0, 1)).view(rows, heads, group, -1)
+    first = torch.bmm(lookup.by_prompt(probabilities[..., : -keys.shape[2]]), prompt_values.flatten(0, 1))
+    of_rows = lookup.by_row(first.unflatten(0, (-1, heads)), group) * lookup.has_prompt
+    return torch.baddbmm(of_rows.flatten(0, 1), own, values.flatten(0, 1)).view(rows, heads, group, -1)
