@@ -6,8 +6,10 @@ To add a command: write `rlcore_cli/NAME.py` with a function that has Typer anno
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from difflib import get_close_matches
@@ -20,6 +22,7 @@ import rl_train
 from rl_core.compute_variables import compute_variables
 from rl_core.errors import RLCoreError
 from rl_train.errors import PluginHookError, RunInterrupted
+from rl_train.garbage_collection import late_first_collection
 from rlcore_cli.lazy import PluginGroup, typer_app
 
 COMMANDS = {
@@ -120,6 +123,26 @@ def rlcore(
     """
     # Import paths in a config can refer to modules in the working directory, as with `python -m`.
     sys.path.insert(0, os.getcwd())
+
+
+def command() -> None:
+    """The installed command: `main` in a process of its own, which neither searches nor frees the objects of imports."""
+    late_first_collection()
+    try:
+        main()
+    except SystemExit as end:
+        status = 0 if end.code is None else end.code
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # it may be closed
+                stream.flush()
+        os._exit(status)
 
 
 def main() -> None:

@@ -1,15 +1,35 @@
-"""How often Python looks for cyclic garbage in a process that holds many rollouts."""
+"""How often Python looks for cyclic garbage in a process that imports much or holds many rollouts."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 _YOUNGER_COLLECTIONS: Final = 200
 """Collections of the middle generation before a full one; 10 by default. Young garbage, such as tensors in cycles, is found as
 often as before."""
+_IMPORTED: Final = 1_000_000
+"""More objects than all imports of a command make."""
+
+
+def late_first_collection() -> None:
+    """Search for garbage as usual only after the first collection, which is late unless it is asked for.
+
+    PyTorch and Transformers make most of a million objects that stay; searching them again and again takes a third of the time
+    of their imports.
+    """
+    thresholds = gc.get_threshold()
+
+    def after_first(phase: str, _: Any) -> None:
+        if phase == "stop":
+            gc.callbacks.remove(after_first)
+            gc.freeze()
+            gc.set_threshold(*thresholds)
+
+    gc.callbacks.append(after_first)
+    gc.set_threshold(_IMPORTED, *thresholds[1:])
 
 
 @contextmanager

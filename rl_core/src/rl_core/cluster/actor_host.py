@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -100,6 +101,7 @@ class ActorHost:
 
     def build(self, pickled: bytes, context: WorkerContext, env: Mapping[str, str]) -> Any | Failure:
         """Build the worker; `pickled` contains (class, keyword arguments)."""
+        gc.disable()  # imports make a million objects that stay
         try:
             meeting = context.master_address  # a pool has none
             os.environ.update({**(interface_variables(meeting) if meeting else {}), **env})
@@ -109,6 +111,8 @@ class ActorHost:
             self._context = context
             seed_process(context.seed, context.coords.get("data", context.rank))
             self._worker = construct(worker_class, context, kwargs)
+            gc.freeze()
+            gc.enable()
         except (Exception, SystemExit) as error:
             return _record(error)
         return None

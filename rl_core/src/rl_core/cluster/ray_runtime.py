@@ -45,10 +45,7 @@ class RayLease:
         _leases.claims += 1
         self._runtime: _Runtime | None = _leases
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether this process is connected to Ray."""
-        return bool(ray.is_initialized())
+    is_connected = staticmethod(ray.is_initialized)
 
     def release(self) -> None:
         """Release the lease. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ def build_run(
         raise ConfigError(ENGINE_SHARES_GPUS, key="rollout.max_staleness")
     workers = builder.start(samples=samples)
     workers.wait_ready()
+    gc.collect(0)  # ends a `late_first_collection`
     warn_about_engine_limit(config, workers.generation)
     return assemble_run(
         builder,

@@ -155,7 +155,7 @@ class ActorPool(Pool):
 
     def _end(self) -> None:
         slots, self._slots = self._slots, []
-        if self._lease.is_connected:
+        if self._lease.is_connected():
             for slot in slots:
                 slot.actor.kill()
             wait_exited([slot.actor for slot in slots])
