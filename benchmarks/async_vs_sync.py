@@ -8,7 +8,8 @@
 `sleeping`: engine and policy spend their time asleep (`sleeping_parts.py`): 32 slots, 8 x 4 rows, lognormal times of rows, 2 s
 of training. The limit is the prediction of `schedule_time.py` for the same row times, with the measured duration of a refit.
 `turns`: the quickstart's model over Ray with 8 x 4 rows of 1 to 4 turns; each response of the environment takes a lognormal
-time (median 0.5 s, sigma 1). `compute`: the same without waiting, with 64 x 8 rows, so the processor is the limit.
+time (median 0.5 s, sigma 1). `compute`: the same without waiting, with 64 x 8 rows, so the processor is the limit; policy and
+engine have the same two cores and take turns.
 `driver`: 1,024 rollouts in progress on 8 sleeping replicas; CPU time of the driver per turn, and occupied slots.
 
 Runs alternate in rounds, each in its own process, because other work on the machine changes between them.
@@ -175,13 +176,14 @@ def main() -> None:
     if chosen.part == "driver":
         print(json.dumps(driver_cost(), indent=1))
     elif chosen.part == "sleeping":
-        settings = [*SMALL, *SLEEPING]
+        settings = [*SMALL, *SLEEPING, "++cluster.cpus_per_worker=1"]
         modes = {(0, 0): settings, (1, 1): settings, (2, 1): settings}
         compare(modes, rounds=chosen.rounds, steps=chosen.steps, predict=partial(predicted, chosen.steps))
     else:
         settings = [*SMALL, *(TURNS if chosen.part == "turns" else COMPUTE)]
         two, one = [*settings, "++cluster.cpus_per_worker=2"], [*settings, "++cluster.cpus_per_worker=1"]
-        compare({(0, 0): two, (1, 1): one, (2, 2): one}, rounds=chosen.rounds, steps=chosen.steps)
+        asynchronous = two if chosen.part == "compute" else one
+        compare({(0, 0): two, (1, 1): asynchronous, (2, 2): asynchronous}, rounds=chosen.rounds, steps=chosen.steps)
     print(f"\nstarted {started}, load averages at the end {', '.join(f'{load:.0f}' for load in os.getloadavg())}")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 from contextvars import ContextVar
 
 import pytest
@@ -163,3 +164,77 @@ def test_without_a_loop_that_can_pause_a_call_runs_at_once():
         return while_paused(len, "ab").result(timeout=0)
 
     assert asyncio.run(notebook()) == while_paused(len, "ab").result(timeout=0) == 2
+
+
+class Ticking:
+    """A rollout that counts its iterations, and notices whether its time limit has passed."""
+
+    def __init__(self):
+        self.ticks, self.is_late = 0, False
+
+    async def play(self, limit_s):
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    self.ticks += 1
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            self.is_late = True
+
+
+def settled(rollout):
+    """The ticks of a rollout once they have stopped; fails if they do not."""
+    for _ in range(200):
+        before = rollout.ticks
+        time.sleep(0.02)
+        if rollout.ticks == before:
+            return before
+    raise AssertionError("the rollout has continued")
+
+
+def test_rollouts_that_take_turns_continue_only_while_a_thread_waits_and_their_time_stands_still():
+    loop, rollout = RolloutLoop(threaded=True, takes_turns=True), Ticking()
+    try:
+        loop.start(rollout.play(limit_s=2.0))
+        loop.run(asyncio.sleep(0.05))
+        first = settled(rollout)
+        assert first > 0
+        time.sleep(2.1)  # longer than the rollout may take
+        assert rollout.ticks == first
+        loop.run(asyncio.sleep(0.05))
+        assert rollout.ticks > first
+        assert not rollout.is_late
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("leaves", ["closed", "forgotten"])
+def test_a_loop_that_is_held_ends_at_once(leaves):
+    loop, rollout = RolloutLoop(threaded=True, takes_turns=True), Ticking()
+    if leaves == "closed":
+        loop.start(rollout.play(limit_s=60.0))
+    loop.run(asyncio.sleep(0.01))
+    settled(rollout)
+    [thread] = loop._threads
+    if leaves == "closed":
+        loop.close()
+    else:
+        del loop
+        gc.collect()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_without_turns_rollouts_continue_meanwhile():
+    loop, rollout = RolloutLoop(threaded=True), Ticking()
+    try:
+        loop.start(rollout.play(limit_s=60.0))
+        loop.run(asyncio.sleep(0.01))
+        before = rollout.ticks
+        for _ in range(200):
+            if rollout.ticks > before:
+                break
+            time.sleep(0.02)
+        assert rollout.ticks > before
+    finally:
+        loop.close()

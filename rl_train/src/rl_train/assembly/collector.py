@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from rl_train.pools.elsewhere import AGENT_TARGET, AgentElsewhere, environment_c
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.loop import RolloutLoop
 
+_log = logging.getLogger("rlcore")
+
 
 def make_collector(
     builder: Builder,
@@ -36,7 +39,11 @@ def make_collector(
     threaded = builder.cluster is not None
     if threaded:
         generation.refit_thread = threading.get_ident()
-    loop = RolloutLoop(threaded=threaded)
+    device = getattr(generation, "facts", {}).get("device")
+    takes_turns = config.rollout.max_staleness > 0 and device == "cpu" and builder.shares_cores
+    if takes_turns:
+        _log.info("the policy and the engine have the same cores: rollouts wait while the policy trains")
+    loop = RolloutLoop(threaded=threaded, takes_turns=takes_turns)
     builder.exits.callback(loop.close)
     return Collector(
         generation=generation,

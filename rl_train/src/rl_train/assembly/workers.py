@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -153,6 +154,18 @@ class Builder:
     def takes_turns(self) -> bool:
         """Whether policy and engine use the same GPUs one after the other: the engine sleeps while models are trained."""
         return self.shares_gpus and self._engine_section.sleeps
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether policy and engine run on CPUs, on some node with more threads together than it has cores."""
+        if self.cluster is None or self.engine_cluster is None or self.uses_gpus or self.engine_cluster.use_gpus:
+            return False
+        threads, cores = Counter[str](), dict[str, float]()
+        for cluster in (self.cluster, self.engine_cluster):
+            for bundle in cluster.bundles:
+                threads[bundle.node.node_id] += cluster.threads_of(bundle)
+                cores[bundle.node.node_id] = bundle.node.cpus
+        return any(threads[node] > cores[node] for node in threads)
 
     @cached_property
     def engine_cluster(self) -> RayVirtualCluster | None:

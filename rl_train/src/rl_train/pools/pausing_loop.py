@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
+from threading import Event
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -24,6 +25,17 @@ class PausingLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._calls: deque[Callable[[], object]] = deque()
         self._is_stopped = False
+        self._held_s = 0.0
+
+    def hold(self, until: Event) -> None:
+        """Do nothing until an event is set; callbacks and timeouts wait as if no time passed."""
+        began = super().time()
+        until.wait()
+        self._held_s += super().time() - began
+
+    def time(self) -> float:
+        """Seconds of a monotonic clock that stands still while the loop is held."""
+        return super().time() - self._held_s
 
     def pause_for(self, call: Callable[[], object]) -> None:
         """Run a call after the current iteration, with the caller's context variables."""

@@ -196,7 +196,8 @@ class Collector:
     def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
         pad_token_id: int = self.tokenizer.pad_token_id
         if self.streams_rows:
-            return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
+            one_turn = not self._several_turns
+            return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id, one_turn=one_turn)
         if self._several_turns:
             _log_batches(type(self.generation).__name__)
         return BatchSampler(

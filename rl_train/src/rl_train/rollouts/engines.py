@@ -76,22 +76,25 @@ _sessions = itertools.count()
 class RowSampler(TurnSampler):
     """Samples each turn by itself; the engine runs the turns that are in progress together.
 
-    A rollout is a session of the engine, which samples its turns on one replica
-    and may keep keys and values between them.
+    A rollout of several turns is a session of the engine, which samples its turns on one replica and may keep keys and values
+    between them.
 
     Args:
         generation: an engine with `generate_async`.
         greedy: use greedy decoding.
         pad_token_id: padding of prompts.
+        one_turn: whether every rollout has only one turn.
     """
 
-    def __init__(self, generation: GenerationInterface, *, greedy: bool, pad_token_id: int) -> None:
+    def __init__(self, generation: GenerationInterface, *, greedy: bool, pad_token_id: int, one_turn: bool = False) -> None:
         self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
+        self._one_turn = one_turn
         self._name = f"rollouts-{next(_sessions)}"
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
         batch = _prompts([request], self._pad_token_id, with_messages=self._generation.reads_messages)
-        batch["session_ids"] = [self._session(request.position)]
+        if not self._one_turn:
+            batch["session_ids"] = [self._session(request.position)]
         if request.max_new_tokens is not None:
             batch["max_new_tokens"] = torch.tensor([request.max_new_tokens], dtype=torch.int64)
         if request.on_tokens is not None and self._generation.streams_tokens:
@@ -115,7 +118,8 @@ class RowSampler(TurnSampler):
         raise RuntimeError(f"{type(self._generation).__name__}.generate_async ended without the output of its row")
 
     def rollout_ended(self, position: int) -> None:
-        self._generation.close_sessions([self._session(position)])
+        if not self._one_turn:
+            self._generation.close_sessions([self._session(position)])
 
     def _session(self, position: int) -> str:
         return f"{self._name}-{position}"

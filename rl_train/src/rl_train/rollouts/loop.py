@@ -31,10 +31,14 @@ class RolloutLoop:
     Args:
         threaded: whether it has its own thread. In a thread that runs an event loop itself, such as that of a notebook, it
             always has one.
+        takes_turns: whether that thread also runs it only while another one waits, because engine and training would slow each
+            other down on the cores that they share.
     """
 
-    def __init__(self, *, threaded: bool = False) -> None:
-        self._threaded = threaded
+    def __init__(self, *, threaded: bool = False, takes_turns: bool = False) -> None:
+        self._threaded, self.takes_turns = threaded, takes_turns
+        self._is_awaited = threading.Event()
+        """Ends the pause between two turns."""
         self._loop = PausingLoop()
         self._loop.set_exception_handler(_report_unless_interrupted)
         self._threads: list[threading.Thread] = []
@@ -42,7 +46,7 @@ class RolloutLoop:
         self._changed = threading.Condition()
         self.awaited_since: float | None = None
         """Since when a thread waits for rollouts, in seconds of `time.perf_counter`; None if none does."""
-        self._close = weakref.finalize(self, _stop, self._loop, self._threads)
+        self._close = weakref.finalize(self, _stop, self._loop, self._threads, self._is_awaited)
 
     def start(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Start a coroutine; without a thread, it runs during `wait`."""
@@ -61,6 +65,7 @@ class RolloutLoop:
             meanwhile: called repeatedly in this thread, if the loop has its own.
         """
         self.awaited_since = time.perf_counter()
+        self._is_awaited.set()
         try:
             while not condition():
                 if not self._threads:
@@ -72,6 +77,9 @@ class RolloutLoop:
                         self._changed.wait(_CHECK_S)
         finally:
             self.awaited_since = None
+            if self.takes_turns and self._threads and not self._loop.is_closed():
+                self._is_awaited.clear()
+                self._loop.call_soon_threadsafe(self._loop.hold, self._is_awaited)
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT], *, meanwhile: Callable[[], None] = lambda: None) -> ResultT:
         """Run a coroutine to its end; arguments as `wait`."""
@@ -85,6 +93,7 @@ class RolloutLoop:
 
     def close(self) -> None:
         """Cancel all coroutines and stop the thread; calling it twice is fine."""
+        self._is_awaited.set()
         if self._close.alive and self._threads:
             try:
                 asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_STOP_S)
@@ -115,7 +124,8 @@ async def _cancel_all() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, threads: list[threading.Thread]) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, threads: list[threading.Thread], is_awaited: threading.Event) -> None:
+    is_awaited.set()
     for thread in threads:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_STOP_S)

@@ -44,7 +44,7 @@ class _Streams:
     def __init__(self, collector: Collector, rows: BatchedDataDict[Any], *, greedy: bool) -> None:
         self._generation, self._loop, self._rows = collector.generation, collector.loop, rows
         self._pad_token_id = collector.tokenizer.pad_token_id
-        self._sampler = RowSampler(self._generation, greedy=greedy, pad_token_id=self._pad_token_id)
+        self._sampler = RowSampler(self._generation, greedy=greedy, pad_token_id=self._pad_token_id, one_turn=True)
         self._version: int | None = None
         """The version that rows must reach; None before the refit has ended."""
         self._turns: dict[int, SampledTurn] = {}
