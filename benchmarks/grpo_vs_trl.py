@@ -4,7 +4,7 @@ The sides alternate: in each round, every side runs once in its own processes. I
 wall-clock and CPU seconds of its steps after the first (which is a warm-up), and the peak memory of its whole process tree
 (proportional set size, so shared pages count once). A ratio compares two sides of one round; the table has medians over the
 rounds, with the smallest and the largest. TRL generates with its own Transformers generation, without gradient checkpointing,
-which would slow it down.
+which would slow it down; `trl-batching` is TRL with Transformers' continuous batching.
 
     python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --output benchmarks/results/grpo_vs_trl.md
     python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --prompt-tokens 512 --sides trl ours
@@ -32,8 +32,7 @@ import psutil
 
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 
-PROMPTS_PER_STEP, GROUP, SEED = 2, 8, 0
-MAX_NEW_TOKENS, LEARNING_RATE = 64, 1e-6
+PROMPTS_PER_STEP, SEED, LEARNING_RATE = 2, 0, 1e-6
 
 
 STORY = "Tom writes down what he did in the week, because he wants to remember it. On the market he met a friend. "
@@ -145,14 +144,15 @@ def run_trl(arguments):
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             max_steps=arguments.steps + 1,
-            per_device_train_batch_size=PROMPTS_PER_STEP * GROUP,
-            num_generations=GROUP,
-            max_completion_length=MAX_NEW_TOKENS,
+            per_device_train_batch_size=PROMPTS_PER_STEP * arguments.group,
+            num_generations=arguments.group,
+            max_completion_length=arguments.completion_tokens,
             temperature=1.0,
             beta=0.0,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
+            use_transformers_continuous_batching=arguments.side == "trl-batching",
             bf16=False,
             use_cpu=not torch.cuda.is_available(),
             optim="adamw_torch",
@@ -166,7 +166,7 @@ def run_trl(arguments):
         callbacks=[Clock()],
     )
     trainer.train()
-    report(marks, [count for count, _ in tokens], prompt_tokens=[count for _, count in tokens])
+    report(arguments, marks, [count for count, _ in tokens], prompt_tokens=[count for _, count in tokens])
 
 
 class VowelEnvironment(EnvironmentInterface):
@@ -199,7 +199,7 @@ def run_ours(arguments):
     config = {
         "grpo": {
             "num_prompts_per_step": PROMPTS_PER_STEP,
-            "num_generations_per_prompt": GROUP,
+            "num_generations_per_prompt": arguments.group,
             "max_num_steps": arguments.steps + 1,
             "seed": SEED,
         },
@@ -207,10 +207,10 @@ def run_ours(arguments):
             "backend": "hf",
             "model_name": str(Path(arguments.model).resolve()),
             "precision": arguments.dtype,
-            "max_total_sequence_length": 256 + arguments.prompt_tokens,
-            "train_micro_batch_size": PROMPTS_PER_STEP * GROUP,
+            "max_total_sequence_length": 192 + arguments.completion_tokens + arguments.prompt_tokens,
+            "train_micro_batch_size": PROMPTS_PER_STEP * arguments.group,
             "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
-            "generation": {"backend": "hf", "max_new_tokens": MAX_NEW_TOKENS},
+            "generation": {"backend": "hf", "max_new_tokens": arguments.completion_tokens},
         },
         "data": {
             "train": {"dataset_name": "jsonl", "path": str(folder / "questions.jsonl"), "output_key": None},
@@ -237,19 +237,19 @@ def run_ours(arguments):
         for name in ("refit", "rollout", "score", "train")
     }
     prompt_tokens = [int(line["tokens/all"] - line["tokens/trained"]) for line in lines]
-    report(steps.marks, trained, prompt_tokens=prompt_tokens, phases=phases)
+    report(arguments, steps.marks, trained, prompt_tokens=prompt_tokens, phases=phases)
 
 
-def report(marks, tokens, *, prompt_tokens, phases=None):
+def report(arguments, marks, tokens, *, prompt_tokens, phases=None):
     seconds, cpu = marks[-1].wall_s - marks[0].wall_s, marks[-1].cpu_s - marks[0].cpu_s
-    trained = sum(tokens[1 : len(marks)])
+    trained, rows = sum(tokens[1 : len(marks)]), PROMPTS_PER_STEP * arguments.group
     print(
         "REPORT"
         + json.dumps(
             {
                 "trained_tokens": trained,
-                "mean_completion": trained / ((len(marks) - 1) * PROMPTS_PER_STEP * GROUP),
-                "mean_prompt": sum(prompt_tokens) / (len(prompt_tokens) * PROMPTS_PER_STEP * GROUP),
+                "mean_completion": trained / ((len(marks) - 1) * rows),
+                "mean_prompt": sum(prompt_tokens) / (len(prompt_tokens) * rows),
                 "seconds_per_step": seconds / (len(marks) - 1),
                 "tokens_per_s": trained / seconds,
                 "tokens_per_cpu_s": trained / cpu,
@@ -290,7 +290,8 @@ def measure(side, arguments):
     }
     command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--dtype", arguments.dtype]
     command += ["--threads", str(arguments.threads), "--steps", str(arguments.steps)]
-    command += ["--prompt-tokens", str(arguments.prompt_tokens)]
+    command += ["--prompt-tokens", str(arguments.prompt_tokens), "--group", str(arguments.group)]
+    command += ["--completion-tokens", str(arguments.completion_tokens)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     memory = PeakMemory(process.pid)
     memory.start()
@@ -330,8 +331,8 @@ def table(rounds, arguments):
     lines = [
         "# GRPO against TRL",
         "",
-        f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
-        f"{prompt:.0f} tokens, {'exactly' if arguments.full_length else 'at most'} {MAX_NEW_TOKENS} new tokens, "
+        f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {arguments.group} samples, prompts of "
+        f"{prompt:.0f} tokens, {'exactly' if arguments.full_length else 'at most'} {arguments.completion_tokens} new tokens, "
         f"{arguments.threads} threads, {machine()}. Rounds: {len(rounds)}, each with {arguments.steps} steps per side after a "
         "warm-up step. Only tokens in the backward pass count. Median (smallest to largest). "
         "`ours` is rlcore in one process, `ours-ray` over Ray.",
@@ -371,12 +372,14 @@ def main():
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after one warm-up step")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs; the sides alternate")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="smallest length of a prompt; 0 uses short ones")
+    parser.add_argument("--completion-tokens", type=int, default=64, help="largest number of new tokens")
+    parser.add_argument("--group", type=int, default=8, help="samples of each of the two prompts")
     parser.add_argument("--full-length", action="store_true", help="no token ends a completion, so all have the full length")
     parser.add_argument("--sides", nargs="+", default=["trl", "ours", "ours-ray"], help="what to measure")
-    parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
+    parser.add_argument("--side", choices=["trl", "trl-batching", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if arguments.side == "trl":
+    if arguments.side in ("trl", "trl-batching"):
         run_trl(arguments)
     elif arguments.side:
         run_ours(arguments)
