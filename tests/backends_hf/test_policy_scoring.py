@@ -85,12 +85,12 @@ def test_gradients_go_through_cap_scale_and_temperature(parts, model_folder, kin
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_the_chunked_head_has_the_derivatives_of_its_formula(chunk, softcap):
+@pytest.mark.parametrize(("rows", "chunk"), [(8, 3), (8, 64), (70, 64), (70, 70)])
+def test_the_chunked_head_has_the_derivatives_of_its_formula(rows, chunk, softcap):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*s, generator=generator, requires_grad=True) for s in ((8, 6), (11, 6)))
+    hidden, weight = (torch.randn(*s, generator=generator, requires_grad=True) for s in ((rows, 6), (11, 6)))
     bias = torch.randn(11, generator=generator, requires_grad=True)
-    targets, upstream = torch.randint(0, 11, (8,), generator=generator), torch.randn(8, generator=generator)
+    targets, upstream = torch.randint(0, 11, (rows,), generator=generator), torch.randn(rows, generator=generator)
     transform = LogitTransform(scale=0.5, softcap=softcap, temperature=0.8)
     found = chunked_token_logprobs(hidden, weight, bias, targets, transform=transform, chunk=chunk)
     logits = (hidden @ weight.t() + bias) * 0.5
@@ -102,6 +102,15 @@ def test_the_chunked_head_has_the_derivatives_of_its_formula(chunk, softcap):
         torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_pass_through_logits_that_became_their_gradient_is_refused():
+    hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    targets = torch.zeros(4, dtype=torch.int64)
+    total = chunked_token_logprobs(hidden, weight, None, targets, transform=LogitTransform(), chunk=4).sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
 
 
 def test_the_full_logits_tensor_is_never_allocated(parts, model_folder):

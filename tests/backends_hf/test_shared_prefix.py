@@ -84,6 +84,20 @@ def test_logprobs_and_gradients_are_those_of_the_rows_alone(scoring_of, kind, ba
     assert relative(torch.cat([each.flatten() for each in gradients.values()]), whole) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_rows_of_equal_length_are_those_of_the_rows_alone(scoring_of, kind):
+    ids, _, prompt_ids, _, weights = fixed_batch(0)
+    lengths = torch.full((len(ids),), ids.shape[1])
+    [segment] = share_prefixes(ids, lengths, prompt_ids).segments
+    assert not segment.is_padded
+    batch = ids, lengths, prompt_ids, torch.arange(ids.shape[1]).expand_as(ids) >= 12, weights
+    scores, gradients = scores_and_gradients(scoring_of(kind), batch, shared=True)
+    alone, expected = scores_and_gradients(scoring_of(kind), batch, shared=False)
+    assert relative(scores, alone) < 1e-5
+    for name, gradient in gradients.items():
+        assert relative(gradient, expected[name]) < 1e-4, name
+
+
 @pytest.mark.full("thousands of examples")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=400)
