@@ -1,5 +1,7 @@
 """Products of matrices that the policy replaces: of bfloat16 by float32, and large ones of float32 by oneDNN's."""
 
+import os
+
 import pytest
 import torch
 
@@ -167,11 +169,14 @@ def test_onednn_is_used_where_mkl_is_slow_and_products_are_large(
     monkeypatch.setattr(cpu_products, "_CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})  # the user's
     cpu_products._is_onednn_faster.cache_clear()
     try:
         model = torch.nn.Linear(weights, 1, bias=False)
         found = CpuProducts.of("auto", torch.float32, torch.device("cpu"), model=model)
         assert found == CpuProducts(by_onednn=expected)
         assert not CpuProducts.of("auto", torch.float32, torch.device("cuda"), model=model).by_onednn
+        limits = {"LRU_CACHE_CAPACITY": "7"} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"} if expected else {})
+        assert os.environ == limits
     finally:
         cpu_products._is_onednn_faster.cache_clear()
