@@ -126,7 +126,7 @@ def rlcore(
 
 
 def command() -> None:
-    """The installed command: `main` in a process of its own, which neither searches nor frees the objects of imports."""
+    """The installed command: runs `main`, and neither searches nor frees the objects that imports make."""
     late_first_collection()
     try:
         main()

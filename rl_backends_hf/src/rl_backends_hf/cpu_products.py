@@ -47,7 +47,7 @@ _MIN_WEIGHTS: Final = 2**17
 """Weights of a matrix whose product with 512 tokens is that large. A model without one would only pay for the replacement,
 which takes 4 us for each operation of torch."""
 _BLOCK: Final = 2**20
-"""Numbers that are added to a matrix at one time; a large result in memory of its own costs more than its computation."""
+"""Numbers that are added to a matrix at one time; new memory for a large result takes longer than computing it."""
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _MOST_PROGRAMS: Final = "128"
 """Number of shapes of which oneDNN keeps the programs, with about 0.6 MB each. Its default is 1024; one microbatch has 20."""

@@ -15,7 +15,7 @@ _IMPORTED: Final = 1_000_000
 
 
 def late_first_collection() -> None:
-    """Search for garbage as usual only after the first collection, which is late unless it is asked for.
+    """Search for garbage as usual only after the first collection, which is late unless `gc.collect` is called.
 
     PyTorch and Transformers make most of a million objects that stay; searching them again and again takes a third of the time
     of their imports.

@@ -44,7 +44,7 @@ def shares(cluster, engine):
         return builder.shares_cores
 
 
-def test_the_bundles_of_the_policy_are_shared_unless_both_have_cores_of_their_own():
+def test_the_bundles_of_the_policy_are_shared_unless_there_are_cores_for_both():
     for threads, shared in ((8, True), (5, True), (4, False)):
         cluster = Cluster(threads, [node("a")])
         assert shares(cluster, cluster) is shared
@@ -57,7 +57,7 @@ def test_bundles_of_the_engine_share_cores_only_on_the_same_node():
 
 
 @pytest.mark.parametrize("on_gpus", ["policy", "engine"])
-def test_gpus_are_no_cores(on_gpus):
+def test_gpus_are_not_cores(on_gpus):
     nodes = [node("a")]
     assert not shares(Cluster(8, nodes, use_gpus=on_gpus == "policy"), Cluster(8, nodes, use_gpus=on_gpus == "engine"))
 
