@@ -11,6 +11,7 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import UserError
 
 LR = 0.5
+ONEDNN = "mkldnn::_linear_pointwise"
 
 
 @pytest.fixture
@@ -35,21 +36,27 @@ def variants(start):
     }
 
 
+def multiplied(call, left, right, other, products):
+    """The result of one of torch's products, which is `other` if the call changes it."""
+    with products():
+        if call == "addmm_":
+            found = other.addmm_(left, right)
+        elif call == "mm_out":
+            found = torch.mm(left, right, out=other)
+        else:
+            function = getattr(torch, call.removesuffix("_bias"))
+            return function(*([other] if "addmm" in call else []), left, right)
+    assert found is other
+    return found
+
+
 @pytest.mark.parametrize("call", ["mm", "bmm", "addmm", "addmm_", "mm_out"])
 def test_a_product_is_that_of_float32_rounded_once(call):
     draw = torch.Generator().manual_seed(0)
     batch = (3,) if call == "bmm" else ()
     left, right, other = (torch.randn(*batch, 8, 8, generator=draw).bfloat16() for _ in range(3))
     exact = left.float() @ right.float() + (other.float() if "addmm" in call else 0)
-    with CpuProducts(in_float32=True)():
-        if call == "addmm_":
-            found = other.addmm_(left, right)
-            assert found is other
-        elif call == "mm_out":
-            found = torch.mm(left, right, out=other)
-            assert found is other
-        else:
-            found = getattr(torch, call)(*([other] if call == "addmm" else []), left, right)
+    found = multiplied(call, left, right, other, CpuProducts(in_float32=True))
     # One rounding; the order of float32 sums can move a value across a rounding boundary, which is one step of 2^-8.
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=1e-6)
     assert found.dtype == torch.bfloat16
@@ -114,15 +121,9 @@ def test_a_product_of_onednn_is_as_exact_as_torchs(call, layouts, monkeypatch):
     left, right, other = (torch.randn(*shape, generator=draw) for shape in shapes)
     exact = left.double() @ right.double() + (other.double() if "addmm" in call else 0)
     left, right = strided(left, layouts[0]), strided(right, layouts[1])
-    with CpuProducts(by_onednn=True)():
-        if call == "addmm_":
-            found = other.addmm_(left, right)
-            assert found is other
-        elif call == "mm_out":
-            found = torch.mm(left, right, out=other)
-            assert found is other
-        else:
-            found = torch.mm(left, right) if call == "mm" else torch.addmm(other, left, right)
+    with torch.profiler.profile() as profile:
+        found = multiplied(call, left, right, other, CpuProducts(by_onednn=True))
+    assert ONEDNN in {event.key for event in profile.key_averages()}
     # 50 products of normal numbers: rounding errors of float32 (2^-24) grow with at most their number.
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=50 * 2**-24 * 4)
 
@@ -170,13 +171,9 @@ def test_onednn_is_used_where_mkl_is_slow_and_products_are_large(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
     monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})  # the user's
-    cpu_products._is_onednn_faster.cache_clear()
-    try:
-        model = torch.nn.Linear(weights, 1, bias=False)
-        found = CpuProducts.of("auto", torch.float32, torch.device("cpu"), model=model)
-        assert found == CpuProducts(by_onednn=expected)
-        assert not CpuProducts.of("auto", torch.float32, torch.device("cuda"), model=model).by_onednn
-        limits = {"LRU_CACHE_CAPACITY": "7"} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"} if expected else {})
-        assert os.environ == limits
-    finally:
-        cpu_products._is_onednn_faster.cache_clear()
+    model = torch.nn.Linear(weights, 1, bias=False)
+    assert CpuProducts.of("auto", torch.float32, torch.device("cpu"), model=model) == CpuProducts(by_onednn=expected)
+    assert not CpuProducts.of("auto", torch.float32, torch.device("cuda"), model=model).by_onednn
+    assert not CpuProducts.of("auto", torch.float32, torch.device("cpu")).by_onednn  # its layers are compiled
+    limits = {"LRU_CACHE_CAPACITY": "7"} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"} if expected else {})
+    assert os.environ == limits

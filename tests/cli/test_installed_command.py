@@ -39,3 +39,16 @@ def test_the_process_ends_with_the_code_of_the_command_after_its_threads_and_exi
     assert rest == ["the thread has ended", "and what was registered has run"]
     assert ("of a plugin" in done.stderr) == ("RuntimeError" in end)
     assert ("a message" in done.stderr) == ("message" in end)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [(">&-", 0, ""), (">/dev/full", 120, "No space left on device")],
+    ids=["no output", "a full disk"],
+)
+def test_output_that_cannot_be_written_is_reported_unless_there_is_none(redirection, code, message):
+    program = "from rlcore_cli.main import command; command()"
+    line = f'exec env -u PYTHONUNBUFFERED "$0" -c "{program}" --version {redirection}'
+    done = subprocess.run(["bash", "-c", line, sys.executable], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr

@@ -139,9 +139,11 @@ def command() -> None:
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # it may be closed
+        try:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
+        except (OSError, ValueError):
+            raise end from None  # Python reports at its end that the output could not be written
         os._exit(status)
 
 
@@ -154,7 +156,7 @@ def main() -> None:
     """
     # Set before any command imports torch, which loads OpenMP.
     os.environ.update(compute_variables())
-    if not sys.stdout.isatty():
+    if not (sys.stdout and sys.stdout.isatty()):  # it is None if it was closed
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colors the lines of workers in redirected output as well
     try:
         status = app(standalone_mode=False)

@@ -16,7 +16,6 @@ import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,7 +93,10 @@ class CpuProducts:
         in_float32 = chosen == "float32"
         is_float32 = in_float32 or (dtype == torch.float32 and device.type == "cpu")
         largest = 0 if model is None else max(each.numel() for each in model.parameters())
-        return cls(in_float32=in_float32, by_onednn=is_float32 and largest >= _MIN_WEIGHTS and _is_onednn_faster())
+        by_onednn = is_float32 and largest >= _MIN_WEIGHTS and _is_onednn_faster()
+        if by_onednn:
+            _limit_programs()
+        return cls(in_float32=in_float32, by_onednn=by_onednn)
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Replace the products of this thread while the block runs, including those of a backward pass."""
@@ -108,19 +110,20 @@ def has_bfloat16_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-@cache
 def _is_onednn_faster() -> bool:
     """Whether torch multiplies float32 matrices with MKL on an AMD CPU with AVX-512, and has oneDNN's product."""
     mkldnn = torch.backends.mkldnn
     if not (torch.backends.mkl.is_available() and mkldnn.is_available() and mkldnn.enabled):
         return False
     is_amd = "AuthenticAMD" in (_CPU_INFO.read_text() if _CPU_INFO.exists() else platform.processor())
-    if not (is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    # Read when oneDNN is first used; the memory of all shapes that a run meets would be 0.6 GB.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _MOST_PROGRAMS)
-    os.environ.setdefault("LRU_CACHE_CAPACITY", _MOST_PROGRAMS)
-    return True
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return is_amd and has_avx512 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _limit_programs() -> None:
+    """Limit both caches of programs, which read this at the first product, unless the environment of the process does."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, _MOST_PROGRAMS)
 
 
 class _Replaced(TorchDispatchMode):

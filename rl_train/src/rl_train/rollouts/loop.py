@@ -36,7 +36,7 @@ class RolloutLoop:
     """
 
     def __init__(self, *, threaded: bool = False, takes_turns: bool = False) -> None:
-        self._threaded, self.takes_turns = threaded, takes_turns
+        self._threaded, self._takes_turns = threaded, takes_turns
         self._is_awaited = threading.Event()
         """Ends the pause between two turns."""
         self._loop = PausingLoop()
@@ -77,7 +77,7 @@ class RolloutLoop:
                         self._changed.wait(_CHECK_S)
         finally:
             self.awaited_since = None
-            if self.takes_turns and self._threads and not self._loop.is_closed():
+            if self._takes_turns and self._threads and not self._loop.is_closed():
                 self._is_awaited.clear()
                 self._loop.call_soon_threadsafe(self._loop.hold, self._is_awaited)
 
