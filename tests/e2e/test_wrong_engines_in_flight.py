@@ -20,7 +20,7 @@ CONFIG = {
     "loss_fn": {"ratio_to": "sampler"},
     "rollout": {"max_staleness": 2, "ahead": 2},
     "data": {"train": {"num_samples": 400}},
-    "cluster": {"backend": "ray"},
+    "cluster": {"backend": "ray", "cpus_per_worker": 1},  # each has a core, so policy and engine do not take turns
     "checkpointing": {"enabled": False},
 }
 
