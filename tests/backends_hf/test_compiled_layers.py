@@ -99,12 +99,13 @@ def test_layers_whose_weights_are_sharded_have_the_same_numbers_and_are_compiled
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_error_names_the_key(start, monkeypatch):
+def test_without_a_compiler_the_error_names_the_key(start):
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent/compiler",))
-    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    with pytest.raises(UserError, match=r"cannot be compiled on cpu: .*C\+\+ compiler") as caught:
+    with (
+        inductor.patch({"cpp.cxx": ("/nonexistent/compiler",), "force_disable_caches": True}),
+        pytest.raises(UserError, match=r"cannot be compiled on cpu: .*C\+\+ compiler") as caught,
+    ):
         start(hf={"compile_layers": True})
     assert caught.value.key == "policy.hf_cfg.compile_layers"
 

@@ -150,10 +150,12 @@ def test_without_a_compiler_the_error_names_the_key(monkeypatch):
     import torch._inductor.config as inductor
 
     monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent/compiler",))
-    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     config = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs={"lr": 1e-2})
-    with pytest.raises(UserError, match=r"AdamW8bit cannot be compiled: .*C\+\+ compiler") as caught:
+    torch._dynamo.reset()
+    with (
+        inductor.patch({"cpp.cxx": ("/nonexistent/compiler",), "force_disable_caches": True}),
+        pytest.raises(UserError, match=r"AdamW8bit cannot be compiled: .*C\+\+ compiler") as caught,
+    ):
         build_optimizer({"weight": torch.nn.Parameter(torch.ones(64, 128))}, config)
     assert caught.value.key == "policy.optimizer.name"
     torch._dynamo.reset()
