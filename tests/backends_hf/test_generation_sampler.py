@@ -5,6 +5,8 @@ import tokenizers
 import torch
 import transformers
 
+from rl_backends_hf.model import load_model
+from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_backends_hf.sampling.token_choice import SamplingParameters
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -19,11 +21,10 @@ NEW_TOKENS = 24
 def models(model_folder):
     loaded = {}
 
-    def get(kind, attention="sdpa"):
+    def get(kind, attention="default"):
         if (kind, attention) not in loaded:
-            loaded[kind, attention] = transformers.AutoModelForCausalLM.from_pretrained(
-                model_folder(kind), dtype=torch.float32, attn_implementation=attention
-            ).eval()
+            options = HFModelConfig(attn_implementation=None if attention == "default" else attention)
+            loaded[kind, attention] = load_model(model_folder(kind), options=options, dtype=torch.float32)
         return loaded[kind, attention]
 
     return get
@@ -91,7 +92,7 @@ def assert_logprobs_equal(output, expected, *, atol=2e-5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["default", "eager"])
 def test_greedy_rows_equal_transformers_generate_token_for_token(models, kind, attention):
     model = models(kind, attention)
     prompts = prompts_of([1, 9, 4, 9, 30])

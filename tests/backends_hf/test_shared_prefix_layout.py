@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_backends_hf.shared_prefix_layout import share_prefixes
@@ -73,6 +73,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("form", PLANS)
+@example(prompts=[(4, [0, 0]), (8, [6, 6, 6, 6, -3])], shards=1, unit=1, steps=1)  # the last row has a part of its prompt
 @given(prompts=prompts(min_rows=2), shards=st.integers(1, 3), unit=st.sampled_from([1, 2]), steps=st.integers(1, 2))
 def test_shards_have_all_rows_once_and_the_same_number_of_microbatches(form, prompts, shards, unit, steps):
     # As many rows as make whole units on every shard in every step: the prompts again and again, as other prompts.

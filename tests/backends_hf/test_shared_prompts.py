@@ -106,8 +106,9 @@ def test_a_prompt_is_stored_once(model_folder):
         assert loop._cache.slots.width == 1  # of the row's own columns: the first token that was sampled
 
 
-def test_layers_with_other_attention_are_noticed_and_their_rows_begin_again(model_folder):
+def test_layers_with_other_attention_are_noticed_and_their_rows_begin_again(model_folder, monkeypatch):
     """Gemma 2 caps its scores, so it cannot attend to a prompt separately in this way."""
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before Transformers 5.21
     model = load(model_folder("gemma2"), attn_implementation="sdpa")
     sharing, copying = samplers(model)
     sharing._sharing.is_supported = True  # as if its config had no sliding window

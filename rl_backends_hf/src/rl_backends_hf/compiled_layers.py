@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from rl_backends_hf.model import decoder_layers
+from rl_backends_hf.torch_internals import compile_error
 from rl_core.errors import NotSupportedError, UserError
 
 _KEY: Final = "policy.hf_cfg.compile_layers"
@@ -48,7 +48,7 @@ def explaining_compilation(model: PreTrainedModel) -> Iterator[None]:
     """Raise a `UserError` if the layers of `model` cannot be compiled while the block calls them."""
     try:
         yield
-    except TorchDynamoException as error:
+    except compile_error() as error:
         raise UserError(
             f"The layers of {type(model).__name__} cannot be compiled on {model.device}: {str(error).strip().splitlines()[0]} "
             f"Compiling requires a C++ compiler on a CPU and Triton on a GPU. Install it, or set `{_KEY}: false`.",

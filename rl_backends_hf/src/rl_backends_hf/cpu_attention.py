@@ -29,6 +29,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_backends_hf.shared_prefix_layout import Segment, SharedPrefixBatch
+from rl_backends_hf.torch_internals import flash_attention, flash_attention_backward
+from rl_backends_hf.transformers_internals import replace_attention
 from rl_core.errors import NotSupportedError
 
 CPU_SDPA: Final = "rlcore_cpu_sdpa"
@@ -38,8 +40,6 @@ SHORT: Final = 16384
 """Row length times head width up to which the backward pass in bfloat16 is replaced by one in float32. With AMX, forward and
 backward together take 0.32 of the time at 64 tokens with heads of width 64, 0.40 at 128, 0.76 at 256 and 0.96 at 1024."""
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PLAIN: Final = frozenset(
     {"scaling", "dropout", "is_causal", "use_cache", "output_attentions", "position_ids", "past_key_values"}
 )
@@ -97,12 +97,9 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(CPU_SDPA, sdpa_mask)
 
 def use_cpu_sdpa(model: PreTrainedModel) -> bool:
     """Use `cpu_sdpa` instead of SDPA in `model`, if it is on a CPU and allows it; returns whether it is used."""
-    if model.device.type != "cpu" or model.config._attn_implementation not in ("sdpa", CPU_SDPA):
+    if model.device.type != "cpu" or flash_attention is None or flash_attention_backward is None:
         return False
-    if not model._can_set_attn_implementation():
-        return False
-    model.set_attn_implementation(CPU_SDPA)
-    return bool(model.config._attn_implementation == CPU_SDPA)
+    return replace_attention(model, CPU_SDPA)
 
 
 def refuse_ignored(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -137,7 +134,7 @@ class _Float32Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        output, lse = _flash(query, key, value, 0.0, True, scale=scale)
+        output, lse = flash_attention(query, key, value, 0.0, True, scale=scale)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.scale = scale
         result: torch.Tensor = output
@@ -147,7 +144,7 @@ class _Float32Backward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, lse = ctx.saved_tensors
-        gradients = _flash_backward(*(each.float() for each in (grad, *tensors)), lse, 0.0, True, scale=ctx.scale)
+        gradients = flash_attention_backward(*(each.float() for each in (grad, *tensors)), lse, 0.0, True, scale=ctx.scale)
         return *(each.to(grad.dtype) for each in gradients), None
 
 
@@ -201,15 +198,15 @@ def _attend(
     """Set `output` [1, heads, N, D] and `lse` [1, heads, N] of the segment's tokens."""
     prefix, later = slice(segment.start, segment.start + segment.prefix), slice(segment.start + segment.prefix, segment.end)
     if segment.prefix:
-        output[:, :, prefix], lse[:, :, prefix] = _flash(
+        output[:, :, prefix], lse[:, :, prefix] = flash_attention(
             q[:, :, prefix], k[:, :, prefix], v[:, :, prefix], 0.0, True, scale=scale
         )
     if later.start == later.stop:
         return
-    rows, row_lse = _flash(_by_row(q, segment), _by_row(k, segment), _by_row(v, segment), 0.0, True, scale=scale)
+    rows, row_lse = flash_attention(_by_row(q, segment), _by_row(k, segment), _by_row(v, segment), 0.0, True, scale=scale)
     own, own_lse = _by_token(rows, segment), _by_token(row_lse.unsqueeze(-1), segment)
     if segment.prefix:
-        prefix_output, prefix_lse = _flash(q[:, :, later], k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
+        prefix_output, prefix_lse = flash_attention(q[:, :, later], k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
         prefix_lse = prefix_lse.unsqueeze(-1)
         whole = torch.logaddexp(own_lse, prefix_lse)
         own = own * (own_lse - whole).exp() + prefix_output * (prefix_lse - whole).exp()
@@ -232,7 +229,7 @@ def _differentiate(
     prefix, later = slice(segment.start, segment.start + segment.prefix), slice(segment.start + segment.prefix, segment.end)
     if segment.prefix:
         one = (each[:, :, prefix] for each in (grad, q, k, v, output, lse))
-        for total, gradient in zip(gradients, _flash_backward(*one, 0.0, True, scale=scale), strict=True):
+        for total, gradient in zip(gradients, flash_attention_backward(*one, 0.0, True, scale=scale), strict=True):
             total[:, :, prefix] = gradient
     if later.start == later.stop:
         return
@@ -244,10 +241,11 @@ def _differentiate(
         row_grad = row_grad.masked_fill(padded.view(segment.own.shape[0], 1, -1, 1), 0.0)
     row_lse = _by_row(lse.unsqueeze(-1), segment).squeeze(-1)
     rows = (_by_row(each, segment) for each in (q, k, v, output))
-    for total, gradient in zip(gradients, _flash_backward(row_grad, *rows, row_lse, 0.0, True, scale=scale), strict=True):
+    of_rows = flash_attention_backward(row_grad, *rows, row_lse, 0.0, True, scale=scale)
+    for total, gradient in zip(gradients, of_rows, strict=True):
         total[:, :, later] = _by_token(gradient, segment)
     if segment.prefix:
-        shares = _flash_backward(
+        shares = flash_attention_backward(
             grad[:, :, later],
             q[:, :, later],
             k[:, :, prefix],

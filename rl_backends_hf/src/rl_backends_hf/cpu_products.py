@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_backends_hf.torch_internals import TorchDispatchMode, has_bfloat16_products, linear_pointwise
 from rl_core.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -103,13 +103,6 @@ class CpuProducts:
         return _Replaced(self) if self.in_float32 or self.by_onednn else nullcontext()
 
 
-def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices without emulation: AVX512-BF16 or AMX, or BF16 of ARM."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _is_onednn_faster() -> bool:
     """Whether torch multiplies float32 matrices with MKL on an AMD CPU with AVX-512, and has oneDNN's product."""
     mkldnn = torch.backends.mkldnn
@@ -117,7 +110,7 @@ def _is_onednn_faster() -> bool:
         return False
     is_amd = "AuthenticAMD" in (_CPU_INFO.read_text() if _CPU_INFO.exists() else platform.processor())
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return is_amd and has_avx512 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return is_amd and has_avx512 and linear_pointwise is not None
 
 
 def _limit_programs() -> None:
@@ -157,7 +150,7 @@ def _is_large(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    product: torch.Tensor = linear_pointwise(left, right.t(), bias, "none", [], "")
     return product
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rl_backends_hf.shards import local
+from rl_backends_hf.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):

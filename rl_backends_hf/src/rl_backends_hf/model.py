@@ -25,6 +25,7 @@ from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, chec
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_head, prepare_head
 from rl_backends_hf.shards import copy_from_files
+from rl_backends_hf.transformers_internals import attention_of, checkpoint_layers, names_of_layers
 from rl_core.backend import Head, check_loaded, exact_attention, report_as_error
 from rl_core.data.hub import pretrained_location, read_model_config, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
@@ -279,12 +280,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             "`policy.activation_checkpointing: false`, and use smaller microbatches if memory is short.",
             key="policy.activation_checkpointing",
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers that Transformers says to keep together on one device; none if the model's class does not name them."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = names_of_layers(model)
     # FSDP2 replaces a layer's class by one that inherits from it.
     return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
 
@@ -391,7 +392,7 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.device
         config=config,
         state_dict=model.state_dict(),
         dtype=dtype,
-        attn_implementation=config._attn_implementation,
+        attn_implementation=attention_of(config),
     )
     if model.can_generate():
         plain.generation_config = model.generation_config

@@ -1,7 +1,7 @@
 """Predicts the memory of a policy rank and of an engine replica from the model's config, without weights.
 
 Activations, logits and temporary tensors are not estimated: the worker's own scoring code runs, forward and backward, on
-tensors without data (`torch._subclasses.FakeTensorMode`), and the bytes of those that exist are counted. What a layer adds is
+tensors without data, and the bytes of those that exist are counted. What a layer adds is
 measured with two small depths and multiplied by the depth, because tracing a deep model takes minutes. FSDP2 gathers and
 frees weights during the trace, in a process group of torch's backend `fake`, whose collectives do nothing.
 """
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
@@ -31,8 +29,10 @@ from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.torch_internals import store_of_fake_group, without_data
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
+from rl_backends_hf.transformers_internals import attention_of
 from rl_core.backend import WorkerContext
 from rl_core.errors import NotSupportedError, UserError
 
@@ -132,7 +132,7 @@ class PolicyMemory:
         if why_disabled(self._config) is not None or (on_gpu and self._config.dtype_name != "bfloat16"):
             return False
         model = model_without_weights(self._config.model_name, options=self._config.hf_cfg, head=self._config.head)
-        return model.config._attn_implementation == "sdpa" and why_not_full_attention(model) is None
+        return attention_of(model) == "sdpa" and why_not_full_attention(model) is None
 
     @property
     def is_shared(self) -> bool:
@@ -309,7 +309,7 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
         prefetched = config.hf_cfg.fsdp_prefetched_layers
         parallel = FullyShard(_rank_of(how.shards), compute_dtype=DTYPES[config.dtype_name], prefetched_layers=prefetched)
         parallel.distribute(scoring, trainable=not config.frozen)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with without_data() as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
@@ -338,7 +338,7 @@ def _lone_shard(shards: int) -> Iterator[None]:
         return
     if dist.is_initialized():
         raise UserError("FSDP2 can only be planned in a process without a torch.distributed group.")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    dist.init_process_group("fake", store=store_of_fake_group(), rank=0, world_size=shards)
     try:
         yield
     finally:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rl_backends_hf.torch_internals import is_traceable_wrapper_subclass
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

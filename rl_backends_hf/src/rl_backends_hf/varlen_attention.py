@@ -20,8 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rl_backends_hf import torch_internals
 from rl_backends_hf.cpu_attention import is_plain
 from rl_backends_hf.shared_prefix_layout import SharedPrefixBatch
+from rl_backends_hf.transformers_internals import replace_attention
 from rl_core.data.transfer import to_device
 from rl_core.errors import NotSupportedError
 
@@ -152,10 +154,7 @@ def use_varlen(model: PreTrainedModel, *, computed_in: torch.dtype) -> bool:
     """Use `varlen_attention` instead of SDPA in `model`, if its device and dtype allow it; returns whether it is used."""
     if model.device.type != "cuda" or computed_in not in (torch.float16, torch.bfloat16):
         return False
-    if model.config._attn_implementation not in ("sdpa", VARLEN) or not model._can_set_attn_implementation():
-        return False
-    model.set_attn_implementation(VARLEN)
-    return bool(model.config._attn_implementation == VARLEN)
+    return replace_attention(model, VARLEN)
 
 
 def attend_packed(
@@ -240,7 +239,7 @@ def _attend(
     """Output [N, heads, D] and log-sum-exp [heads, N] float32."""
     if not len(query):
         return query, query.new_empty(query.shape[1], 0, dtype=torch.float32)
-    output, lse, _ = torch.ops.torch_attn._varlen_attn(
+    output, lse, _ = torch_internals.varlen_attention(
         query,
         key,
         value,
@@ -272,7 +271,7 @@ def _differentiate(
     if not len(query):
         return query, torch.zeros_like(key), torch.zeros_like(value)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+    gradients = torch_internals.varlen_attention_backward(
         grad.contiguous(),
         query,
         key,

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rl_backends_hf.cpu_attention import is_plain, refuse_ignored
 from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
 from rl_backends_hf.sampling.shared_prompts import attend_by_products, prefers_products
+from rl_backends_hf.transformers_internals import attention_of, takes_other_attention
 from rl_core.errors import NotSupportedError
 
 GROUPED = "rlcore_grouped_sdpa"
@@ -76,8 +77,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, sdpa_mask)
 @contextmanager
 def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
     """Use `grouped_sdpa` instead of SDPA or flash attention in `model` while the block runs."""
-    before = model.config._attn_implementation
-    if before == "eager" or not model._can_set_attn_implementation():
+    before = attention_of(model)
+    if before == "eager" or not takes_other_attention(model):
         yield
         return
     model.set_attn_implementation(GROUPED)

@@ -18,6 +18,7 @@ from rl_backends_hf.sampling.rows import PromptGroup, Row, group_by_prompt
 from rl_backends_hf.sampling.session_cache import CachedPrefix, SessionCache
 from rl_backends_hf.sampling.shared_prompts import PromptSharing, prefers_products
 from rl_backends_hf.sampling.token_choice import SamplingParameters, next_tokens
+from rl_backends_hf.transformers_internals import attention_of, cache_keyword
 from rl_core.data.transfer import to_device
 from rl_core.errors import NonFiniteError
 
@@ -60,8 +61,9 @@ class DecodeLoop:
         self._sharing = PromptSharing(is_supported=False) if sharing is None else sharing
         self._sessions = SessionCache(0) if sessions is None else sessions
         self._device = model.get_input_embeddings().weight.device
-        adds_mask = model.config._attn_implementation == "eager" or prefers_products(self._device, model.dtype)
+        adds_mask = attention_of(model) == "eager" or prefers_products(self._device, model.dtype)
         self._score_dtype = model.dtype if adds_mask else None
+        self._cache_keyword = cache_keyword(model)
         self._waiting: deque[PromptGroup] = deque()
         self._active: list[Row] = []
         self._cache: SlotCache | None = None
@@ -221,8 +223,8 @@ class DecodeLoop:
             input_ids=self._tokens.unsqueeze(1),
             attention_mask=self._layout.mask(cache, score_dtype=score_dtype),
             position_ids=cache.slots.positions.unsqueeze(1),
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_keyword: cache},
             **({} if prompts is None else {"slot_cache": cache}),
         ).logits[:, -1]
         if prompts is not None and prompts.calls_of_pass() != self._layout.num_layers:

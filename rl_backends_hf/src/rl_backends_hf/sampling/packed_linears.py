@@ -15,7 +15,7 @@ from typing import Final, TypeGuard
 import torch
 from torch import nn
 
-from rl_backends_hf.cpu_products import has_bfloat16_products
+from rl_backends_hf.torch_internals import has_bfloat16_products, linear_pointwise, reorder_linear_weight
 
 _MIN_STEPS: Final = 12
 """Minimum number of decoding steps for packing, which takes about as long as two to four unpacked steps."""
@@ -105,14 +105,14 @@ class _PackedProduct:
     """The linear map of a packed weight [H', H] and its bias."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
-        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
+        self._weight, self._bias = reorder_linear_weight(weight, rows), bias
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         flat = input.to(self._weight.dtype).reshape(-1, input.shape[-1])
         rows = len(flat)
         if (padded := padded_rows(rows)) > rows:
             flat = nn.functional.pad(flat, (0, 0, 0, padded - rows))
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(flat, self._weight, self._bias, "none", [], "")
+        output: torch.Tensor = linear_pointwise(flat, self._weight, self._bias, "none", [], "")
         return output[:rows].view(*input.shape[:-1], -1).to(input.dtype)
 
 
@@ -149,6 +149,8 @@ def _packed_dtype(module: nn.Linear) -> torch.dtype:
 
 
 def _can_be_packed(module: object) -> TypeGuard[nn.Linear]:
+    if linear_pointwise is None or reorder_linear_weight is None:
+        return False
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module.weight.device.type != "cpu":
         return False
     if type(module.weight) is not nn.Parameter or module._forward_hooks or module._forward_pre_hooks:

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rl_backends_hf.sampling.rows import PromptGroup
 from rl_backends_hf.sampling.session_cache import CachedPrefix
+from rl_backends_hf.transformers_internals import cache_keyword
 from rl_core.data.transfer import to_device
 
 
@@ -54,8 +55,8 @@ def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, Dy
         input_ids=to_device(ids, device),
         attention_mask=None if bool(mask.all()) else to_device(mask, device),
         position_ids=to_device((is_new.cumsum(dim=1) - 1).clamp_(min=0) + past, device),
-        past_key_values=cache,
         use_cache=True,
+        **{cache_keyword(model): cache},
         # A tensor, because the model would use a number for a slice, which is not contiguous: for such an input, torch's linear
         # layers on CPUs copy their weight, here that of the LM head, once per row.
         logits_to_keep=to_device(torch.tensor([width - 1]), device),

@@ -16,10 +16,11 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_hf.torch_internals import flash_attention
+from rl_backends_hf.transformers_internals import attention_of, takes_other_attention
+
 MIN_TOKENS: Final = {torch.float32: 32, torch.bfloat16: 128}
 """Minimum length of a prompt that is shared: for shorter ones, the second product costs as much as it saves."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def prefers_products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -44,7 +45,7 @@ class PromptSharing:
         """Whether `model` can share prompts, as far as its class and config show it; `window` is its sliding window."""
         parameters = inspect.signature(model.forward).parameters.values()
         passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        own_function = model.config._attn_implementation != "eager" and model._can_set_attn_implementation()
+        own_function = attention_of(model) != "eager" and takes_other_attention(model) and flash_attention is not None
         is_supported = passes_on and own_function and window is None and model.device.type == "cpu"
         return cls(is_supported=is_supported and model.dtype in MIN_TOKENS, dtype=model.dtype)
 
@@ -124,7 +125,7 @@ class PromptTable:
         lookup = self._lookup
         if prefers_products(query.device, query.dtype):
             return attend_by_products(query, *own, mask, scale=scale, shared=(lookup, *prompts))
-        own_output, own_lse = _flash(query, *own, 0.0, False, attn_mask=mask, scale=scale)
+        own_output, own_lse = flash_attention(query, *own, 0.0, False, attn_mask=mask, scale=scale)
         prompt_output, prompt_lse = lookup.attend(query, *prompts, scale=scale)
         share = torch.sigmoid(prompt_lse - own_lse).unsqueeze(-1) * lookup.has_prompt
         return torch.lerp(own_output.float(), prompt_output.float(), share).to(query.dtype)
@@ -179,7 +180,7 @@ class _Lookup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention [N, key heads, G, D] of each row to its prompt, and the log-sum-exp [N, key heads, G] of its scores."""
         queries = self.by_prompt(query).unflatten(0, (self.count, -1))
-        output, lse = _flash(queries, keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
+        output, lse = flash_attention(queries, keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
         group = query.shape[2]
         return self.by_row(output, group), self.by_row(lse.unsqueeze(-1), group).squeeze(-1)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
+from rl_backends_hf.torch_internals import compile_error
 from rl_backends_hf.training.quantized_state import create_state, is_quantized
 from rl_core.backend import call_named
 from rl_core.config.schema import OptimizerConfig
@@ -57,7 +57,7 @@ def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Take a step with one weight, which keeps its value, because torchao compiles steps."""
     try:
         create_state(optimizer, optimizer.param_groups[0]["params"][:1])
-    except TorchDynamoException as error:
+    except compile_error() as error:
         raise UserError(
             f"`policy.optimizer.name`: the steps of {name} cannot be compiled: {str(error).strip().splitlines()[0]} Compiling "
             "requires a C++ compiler on a CPU and Triton on a GPU. Install it, or use torch.optim.AdamW.",

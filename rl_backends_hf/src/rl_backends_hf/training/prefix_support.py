@@ -12,6 +12,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import CPU_SDPA
 from rl_backends_hf.scoring.probe import random_head, tolerance
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input, shared_input
+from rl_backends_hf.transformers_internals import attention_of
 from rl_backends_hf.varlen_attention import VARLEN, use_varlen
 from rl_core.errors import RLCoreError
 
@@ -72,7 +73,7 @@ def why_not_plain(scoring: ScoringModel, *, device: torch.device, computed_in: t
         device: device of the model.
         computed_in: dtype to which products are rounded.
     """
-    used = scoring.model.config._attn_implementation
+    used = attention_of(scoring.model)
     if used not in (CPU_SDPA, VARLEN):
         on_gpus = "; on GPUs, the kernel requires bfloat16" if device.type == "cuda" else ""
         return f"the attention implementation is {used!r}{on_gpus}"

@@ -41,6 +41,7 @@ from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePo
 from rl_backends_hf.training.scoring_inputs import Microbatcher
 from rl_backends_hf.training.step import optimizer_step
 from rl_backends_hf.training.training_state import TrainingState
+from rl_backends_hf.transformers_internals import attention_of
 from rl_backends_hf.varlen_attention import VARLEN
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel
 from rl_core.backend import (
@@ -358,13 +359,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             if self._adapters is not None:
                 self._reference = FrozenBase(self._scoring, self._adapters)
             else:
-                temperature = self.config.scoring_temperature
-                self._reference = ReferencePolicy(
-                    self.config,
-                    self._parallel,
-                    temperature=temperature,
-                    attention=self._scoring.model.config._attn_implementation,
-                )
+                attention, temperature = attention_of(self._scoring.model), self.config.scoring_temperature
+                self._reference = ReferencePolicy(self.config, self._parallel, temperature=temperature, attention=attention)
         return self._reference
 
     def _move(self, *, weights: torch.device, state: torch.device | None = None) -> None:

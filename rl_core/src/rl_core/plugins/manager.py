@@ -117,7 +117,8 @@ def discover(*, strict: bool | None = None) -> PluginManager:
             plugin.faults.append(f"its metadata has an invalid requirement: {describe(error)}")
         manager.load(plugin, entry_point.load)
         if not plugin.faults:
-            manager.warnings += [it for it in untested_releases(distribution, plugin.requirements) if it not in manager.warnings]
+            found = untested_releases(distribution, plugin.requirements)
+            manager.warnings += [warning for warning in found if warning not in manager.warnings]
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
     manager.warnings.extend(
         f"{DISABLE_VARIABLE} names {name!r}, which is not a plugin.{did_you_mean(name, names)}" for name in sorted(unused)

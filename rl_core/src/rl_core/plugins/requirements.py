@@ -62,7 +62,7 @@ def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[R
 
 
 def untested_releases(distribution: importlib.metadata.Distribution, checks: Iterable[RequirementCheck]) -> Iterator[str]:
-    """A sentence on each installed release that is newer than the distribution's extra `tested` names; see docs/compatibility.md."""
+    """A sentence on each installed release that is newer than those in the distribution's extra `tested`."""
     limits = {canonicalize_name(each.name): each.specifier for each in _requirements_of_extra(distribution, "tested")}
     for check in checks if limits else ():
         name = Requirement(check.requirement).name if check.fits else ""

@@ -65,6 +65,7 @@ MEANINGS = {
     "lr_scheduler_kwargs": "scheduler",
     "torch_compile": "compile_layers",
     "gradient_checkpointing_kwargs": "activation_checkpointing",
+    "activation_checkpointing_kwargs": "activation_checkpointing",
     "enable_gradient_checkpointing": "activation_checkpointing",
     "padding_free": "sequence_packing",
     "packing_strategy": "sequence_packing",

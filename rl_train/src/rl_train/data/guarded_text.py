@@ -75,8 +75,8 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
 def template_text(tokenizer: Any, messages: Any, *, tools: Any = None, tokenize: bool = False, **options: Any) -> str:
     """What a tokenizer's chat template writes.
 
-    Since Transformers 5.23, `apply_chat_template` removes keys whose value is None, so a template that asks whether the content of
-    a message `is none`, as DeepSeek's do, leaves out its tool calls; the function that it calls for the rest does not.
+    Since Transformers 5.23, `apply_chat_template` removes keys whose value is None, so a template that asks whether the content
+    of a message `is none`, as DeepSeek's do, leaves out its tool calls; the function that it calls for the rest does not.
     """
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -1,0 +1,73 @@
+"""What this backend uses of torch beyond its public interface; the only module here with such names.
+
+docs/compatibility.md lists them with the releases that have them and the tests. A release without an operator is slower, with
+one warning, and not wrong: the functions that ask whether it is None then use torch's public ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+_log = logging.getLogger(__name__)
+
+
+def _operator(library: str, name: str) -> Any:
+    found = getattr(getattr(torch.ops, library), name, None)
+    if found is None:
+        _log.warning("torch %s has no %s.%s, so this backend is slower.", torch.__version__, library, name)
+    return found
+
+
+flash_attention = _operator("aten", "_scaled_dot_product_flash_attention_for_cpu")
+"""SDPA on CPUs that also returns the log-sum-exp of the scores, with which the outputs for two parts of a row are merged."""
+flash_attention_backward = _operator("aten", "_scaled_dot_product_flash_attention_for_cpu_backward")
+linear_pointwise = _operator("mkldnn", "_linear_pointwise")
+"""oneDNN's linear layer, also with a weight from `reorder_linear_weight`."""
+reorder_linear_weight = _operator("mkldnn", "_reorder_linear_weight")
+
+
+def varlen_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator of `torch.nn.attention.varlen.varlen_attn`, with the log-sum-exp; not run on this hardware."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.torch_attn._varlen_attn(*arguments)
+    return result
+
+
+def varlen_attention_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value of `varlen_attention`."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.torch_attn._varlen_attn_backward(*arguments)
+    return result
+
+
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices without emulation: AVX512-BF16 or AMX, or BF16 of ARM."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def compile_error() -> type[Exception]:
+    """The base class of what `torch.compile` raises; its module takes seconds to import."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def without_data() -> Any:
+    """A mode in which tensors have no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def store_of_fake_group() -> Any:
+    """The store of a process group whose backend `fake` does nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

@@ -1,0 +1,51 @@
+"""What this backend uses of Transformers beyond its public interface, or under two names; the only module here with such names.
+
+docs/compatibility.md lists them with the releases that have them and the tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+def attention_of(model: PreTrainedModel | PretrainedConfig) -> str:
+    """The name of the attention function that a model uses, in `ALL_ATTENTION_FUNCTIONS`."""
+    name: str = (model.config if isinstance(model, PreTrainedModel) else model)._attn_implementation
+    return name
+
+
+def takes_other_attention(model: PreTrainedModel) -> bool:
+    """Whether a model calls the attention function that its config names, so that it can be replaced."""
+    return bool(model._can_set_attn_implementation())
+
+
+def replace_attention(model: PreTrainedModel, name: str) -> bool:
+    """Use our attention function `name` instead of SDPA, if the model allows it; returns whether it is used."""
+    if attention_of(model) not in ("sdpa", name) or not takes_other_attention(model):
+        return False
+    model.set_attn_implementation(name)
+    return attention_of(model) == name
+
+
+def names_of_layers(model: torch.nn.Module) -> set[str]:
+    """The classes of decoder layers, which stay on one device each."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """The argument of the forward pass that takes keys and values: `cache` since Transformers 5.24, `past_key_values` before.
+
+    Transformers 5.40 will not take the old name any more; a model with code of its own may know only that.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute each layer's activations in the backward pass; the method was renamed in Transformers 5.24."""
+    for prefix in ("activation", "gradient"):
+        if enable := getattr(model, f"{prefix}_checkpointing_enable", None):
+            enable(**{f"{prefix}_checkpointing_kwargs": {"use_reentrant": False}})
+            return
