@@ -101,6 +101,8 @@ class SimulatedGpu:
         with ExitStack() as stack:
             for name, value in _cuda_functions(self).items():
                 stack.enter_context(patch.object(torch.cuda, name, value))
+            # Optimizers ask a real GPU, if torch is built for one, whether it captures a graph.
+            stack.enter_context(patch.object(torch.accelerator, "current_accelerator", lambda **_: None))
             for name in ("pin_memory", "record_stream"):  # vLLM's CPU worker replaces them if it was imported in this process
                 stack.enter_context(patch.object(torch.Tensor, name, getattr(torch._C.TensorBase, name)))
             stack.enter_context(patch.object(torch.Tensor, "_make_wrapper_subclass", _wrapper_on_host))

@@ -38,7 +38,7 @@ def files_appear(monkeypatch, *names):
         for name in names:
             (path / name).write_text("")
 
-    monkeypatch.setattr("pathlib.os.mkdir", mkdir)
+    monkeypatch.setattr("os.mkdir", mkdir)
 
 
 def test_version_2_enables_the_controllers_and_limits_memory_without_swap(unified, monkeypatch):

@@ -93,7 +93,7 @@ MISTAKES = {
     "Remembers": ("determinism", "a new instance returned different results"),
     "Compares": ("independence of rows", "in a batch and"),
     "Wrong": ("step", "was called with 3 rows but returned 1"),
-    "Holds": ("pickling", "pickle"),
+    "Holds": ("pickling", "cannot be pickled"),
 }
 
 

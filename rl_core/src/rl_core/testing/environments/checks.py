@@ -13,6 +13,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult
 from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface
 from rl_core.interfaces.messages import messages_of
+from rl_core.plugins.component import describe
 from rl_core.testing.environments.local_rollouts import LocalRollouts
 from rl_core.testing.environments.trial import EnvironmentTrial
 from rl_core.testing.outputs.environment import metrics_checked, step_checked
@@ -103,7 +104,10 @@ class EnvironmentChecks:
     def pickling(self) -> str:
         """Metadata, observations and answers can be sent to another process."""
         results = self._results(self.environment)
-        pickle.loads(pickle.dumps([(result.metadata, result.observation, result.answer) for result in results]))
+        try:
+            pickle.loads(pickle.dumps([(result.metadata, result.observation, result.answer) for result in results]))
+        except Exception as error:  # what is raised depends on the object and on Python's release
+            raise Found(f"metadata, an observation or an answer cannot be pickled: {describe(error)}") from error
         return "metadata can be sent to another process"
 
     def metrics(self) -> str:
