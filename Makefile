@@ -18,7 +18,7 @@ PARALLEL_BUSY := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
-.PHONY: quickstart test parallel-tests test-slow test-fast test-full test-gpu lint docs dist clean
+.PHONY: quickstart test parallel-tests test-slow test-fast test-full test-gpu test-newest test-transformers lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
@@ -46,6 +46,14 @@ test-full: $(VENV)/.installed-dev
 # On a machine with GPUs: smoke tests of about 5 minutes, then all tests that need a GPU; the results are written to gpu-results.json.
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/pytest -m gpu --gpu-results gpu-results.json tests
+
+# The newest releases that the ranges of our distributions allow, in an environment with 6 GB; docs/compatibility.md has results.
+test-newest:
+	$(PYTHON) tests/releases.py --folder .venv-newest
+
+# The pinned releases, with the newest tested Transformers: about 6 minutes on two cores. CI runs it.
+test-transformers: $(VENV)/.installed-dev
+	$(BIN)/python tests/releases.py --folder .venv-transformers --over 'transformers<5.25'
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -80,4 +88,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-newest .venv-transformers

@@ -6,9 +6,11 @@ docs/compatibility.md lists them with the releases that have them and the tests.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 
 def attention_of(model: PreTrainedModel | PretrainedConfig) -> str:
@@ -28,6 +30,12 @@ def replace_attention(model: PreTrainedModel, name: str) -> bool:
         return False
     model.set_attn_implementation(name)
     return attention_of(model) == name
+
+
+def layers_of(text: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The type of each layer and the arguments of its cache; Transformers 5.16 to 5.18 have one dictionary for all layers."""
+    kinds, arguments = get_layer_types_and_kwargs(text)
+    return kinds, [arguments] if isinstance(arguments, dict) else arguments
 
 
 def names_of_layers(model: torch.nn.Module) -> set[str]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rl_backends_hf.cpu_attention import is_plain, refuse_ignored
 from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
 from rl_backends_hf.sampling.shared_prompts import attend_by_products, prefers_products
-from rl_backends_hf.transformers_internals import attention_of, takes_other_attention
+from rl_backends_hf.transformers_internals import attention_of, layers_of, takes_other_attention
 from rl_core.errors import NotSupportedError
 
 GROUPED = "rlcore_grouped_sdpa"
@@ -110,7 +109,7 @@ class AttentionLayout:
             NotSupportedError: a layer has other state, such as a recurrent state or chunked attention.
         """
         text = model.config.get_text_config(decoder=True)
-        kinds, arguments = get_layer_types_and_kwargs(text)
+        kinds, arguments = layers_of(text)
         recurrent = {"recurrent"}.intersection(getattr(text, "layers_block_type", ()))  # RecurrentGemma has no `layer_types`
         unknown = sorted({*kinds, *recurrent} - {_FULL, _SLIDING})
         windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}

@@ -6,13 +6,12 @@ import logging
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import CPU_SDPA
 from rl_backends_hf.scoring.probe import random_head, tolerance
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input, shared_input
-from rl_backends_hf.transformers_internals import attention_of
+from rl_backends_hf.transformers_internals import attention_of, layers_of
 from rl_backends_hf.varlen_attention import VARLEN, use_varlen
 from rl_core.errors import RLCoreError
 
@@ -83,7 +82,7 @@ def why_not_plain(scoring: ScoringModel, *, device: torch.device, computed_in: t
 def why_not_full_attention(model: PreTrainedModel) -> str | None:
     """Why a model does not have full attention in all layers; None if it has."""
     try:
-        kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        kinds, _ = layers_of(model.config.get_text_config(decoder=True))
     except (AttributeError, KeyError, TypeError) as error:
         return f"the layer types of {type(model).__name__} are unknown ({error})"
     if other := sorted(set(kinds) - {"full_attention"}):

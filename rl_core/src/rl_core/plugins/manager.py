@@ -22,7 +22,7 @@ from rl_core.plugins import hookspecs
 from rl_core.plugins.component import describe, did_you_mean
 from rl_core.plugins.loading import load_plugin
 from rl_core.plugins.record import Plugin, Registration, Status
-from rl_core.plugins.requirements import check_one_of, check_requirements, untested_releases, version_of
+from rl_core.plugins.requirements import check_one_of, check_requirements, version_of
 
 ENTRY_POINT_GROUP = "rl_core.plugins"
 DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"
@@ -116,9 +116,6 @@ def discover(*, strict: bool | None = None) -> PluginManager:
         except InvalidRequirement as error:
             plugin.faults.append(f"its metadata has an invalid requirement: {describe(error)}")
         manager.load(plugin, entry_point.load)
-        if not plugin.faults:
-            found = untested_releases(distribution, plugin.requirements)
-            manager.warnings += [warning for warning in found if warning not in manager.warnings]
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
     manager.warnings.extend(
         f"{DISABLE_VARIABLE} names {name!r}, which is not a plugin.{did_you_mean(name, names)}" for name in sorted(unused)

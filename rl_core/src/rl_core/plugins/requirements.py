@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from email import message_from_string
 
@@ -59,16 +59,6 @@ def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[R
     ]
     seen: set[tuple[str, str]] = set()
     return tuple(check for requirement in own for check in _check(requirement, seen))
-
-
-def untested_releases(distribution: importlib.metadata.Distribution, checks: Iterable[RequirementCheck]) -> Iterator[str]:
-    """A sentence on each installed release that is newer than those in the distribution's extra `tested`."""
-    limits = {canonicalize_name(each.name): each.specifier for each in _requirements_of_extra(distribution, "tested")}
-    for check in checks if limits else ():
-        name = Requirement(check.requirement).name if check.fits else ""
-        limit = limits.get(canonicalize_name(name))
-        if limit is not None and not limit.contains(str(check.installed), prereleases=True):
-            yield f"{name} {check.installed} is newer than the tested releases ({name}{limit})."
 
 
 def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> RequirementCheck:

@@ -44,6 +44,7 @@ from rl_train.run import Run
 from rl_train.run_folders.provenance import CONFIG, write_origins
 from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_again_if_deleted, lock_run_folder
 from rl_train.run_folders.status import Status
+from rl_train.untested_releases import untested_releases
 
 _log = logging.getLogger("rlcore")
 _OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
@@ -168,7 +169,7 @@ def _trained_seconds(folder: Path, *, up_to: int) -> float:
 
 def _begin(start: ResumePoint, loaded: LoadedConfig, manager: PluginManager) -> LoadedConfig:
     """Record the config of a new run; the config of a resumed run, with the checkpoint's `precision` if it sets none."""
-    for warning in manager.warnings:
+    for warning in (*manager.warnings, *untested_releases(manager.plugins)):
         _log.warning("%s", warning)
     if start.checkpoint is not None:
         return with_precisions(loaded, saved_precisions(read_state(start.checkpoint)["config"]))
