@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def policy_flops(monkeypatch, model, *, tokens=256, scored=256, length=32, training=True, ranks=1, **fields):
-    # Of the matrices only: torch 2.13 has no formula for attention on CPUs, 2.15 has one.
+    # Only matrices are counted: torch 2.13 has no formula for attention on CPUs, 2.15 has one.
     attention = (torch_internals.flash_attention, torch_internals.flash_attention_backward)
     counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(attention, lambda *_, **__: 0))
     monkeypatch.setattr(time, "thread_time", lambda: counter.get_total_flops() / 1e9 + 1e-9)

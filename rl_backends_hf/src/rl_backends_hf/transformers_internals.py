@@ -46,7 +46,7 @@ def names_of_layers(model: torch.nn.Module) -> set[str]:
 def cache_keyword(model: PreTrainedModel) -> str:
     """The argument of the forward pass that takes keys and values: `cache` since Transformers 5.24, `past_key_values` before.
 
-    Transformers 5.40 will not take the old name any more; a model with code of its own may know only that.
+    Transformers 5.40 will not take the old name any more; a model with its own code may have no other.
     """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

@@ -136,7 +136,7 @@ class RowPlanner:
     ) -> list[ShardPlan]:
         """Plan microbatches of a limited number of tokens; `columns` has the columns that `args` names.
 
-        Rows of one prompt count their common prefix once, and no padding.
+        Rows of one prompt count the prefix common to all of them once, as if in one microbatch, and no padding.
 
         Raises:
             DataError: A unit exceeds the limit, or a global batch has too few units for an equal number of microbatches per
@@ -146,14 +146,11 @@ class RowPlanner:
         sizes: list[int] = lengths.tolist()
         if self.prompts is None and not packed:
             return self._by_padded_width(sizes, ids.shape[1], cast(DynamicBatchingArgs, args))
-
-        # That of all rows of a prompt: parts that share more may come into one microbatch, where all share only this.
         groups = [] if self.prompts is None else [_rows_of(units) for units in self._groups(0, self.rows)]
         prefix_of = {row: prefix for rows in groups for prefix in [common_prefix(ids[rows], lengths[rows])] for row in rows}
 
         def with_prefix_once(units: Sequence[Unit]) -> int:
-            rows = _rows_of(units)
-            return computed_tokens([PrefixGroup(rows=rows, prefix=prefix_of[rows[0]])], sizes)
+            return computed_tokens([PrefixGroup(rows=_rows_of(units), prefix=prefix_of[units[0][0]])], sizes)
 
         def padded(units: Sequence[Unit]) -> int:
             return sum(_round_up(sizes[row], multiple) for row in _rows_of(units))
