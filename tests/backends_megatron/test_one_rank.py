@@ -354,6 +354,18 @@ PLANTS = {
 }
 
 
+def test_a_checkpoint_is_written_without_other_processes(policy, tmp_path, monkeypatch):
+    """A fork of a process with threads can wait for ever for a lock that one of them held."""
+
+    def fork():
+        raise AssertionError("a process was forked")
+
+    made = policy()
+    monkeypatch.setattr("os.fork", fork)
+    made.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    made.load_checkpoint(tmp_path / "w", tmp_path / "o")
+
+
 def test_a_resume_runs_no_code_of_the_checkpoint(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # the variable by which users make torch load pickles
     made = policy()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rl_backends_hf.transformers_internals import config_of_each_layer
 
 _EXPERT_AXES = 3
 """Number of axes of a weight that stacks the matrices of all experts of a layer."""
@@ -31,6 +33,10 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
             experts = parameter.shape[0] if parameter.ndim == _EXPERT_AXES else 1
             chosen = getattr(config, "num_experts_per_tok", None) or 1
             sizes[kind] += parameter.numel() * min(chosen, experts) // experts
-    heads = getattr(config, "num_attention_heads", 0)
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    return {**sizes, "attention": config.num_hidden_layers * heads * head_width}
+    return {**sizes, "attention": sum(map(_attention_width, config_of_each_layer(config)))}
+
+
+def _attention_width(layer: PretrainedConfig) -> int:
+    """Number of heads times their width."""
+    heads = getattr(layer, "num_attention_heads", 0)
+    return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)))

@@ -38,6 +38,12 @@ def layers_of(text: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     return kinds, [arguments] if isinstance(arguments, dict) else arguments
 
 
+def config_of_each_layer(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """The config of each layer; Gemma 4 has other head widths in some, and its own config refuses to name one of them."""
+    is_mixed = getattr(text, "is_heterogeneous", False)
+    return list(text.per_layer_config) if is_mixed else [text] * text.num_hidden_layers
+
+
 def names_of_layers(model: torch.nn.Module) -> set[str]:
     """The classes of decoder layers, which stay on one device each."""
     return set(getattr(model, "_no_split_modules", None) or ())

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,9 +45,10 @@ def save(trainable: TrainableModel, folder: Path, ranks: Ranks, settings: dict[s
         for old in tensors.iterdir():
             old.unlink()
     torch.distributed.barrier()
-    # Otherwise the writer starts a process for one queue, which imports the main module again. That takes seconds, and
-    # deadlocks if the main module is a script without a `__main__` guard.
+    # Otherwise the writer starts a process for this queue, which imports the main module again, and forks others that write:
+    # a lock that a thread of this process holds stays locked in them, and the writer would wait for ever.
     filesystem_async._results_queue = queue.Queue()
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
     for part in trainable.sub_optimizers:
         if not part.state:
             init_state(part)
@@ -63,6 +65,22 @@ def save(trainable: TrainableModel, folder: Path, ranks: Ranks, settings: dict[s
             "facts": settings,
         }
         torch.save(values, folder / TRAINER_FILE)
+
+
+def _write_here(
+    transforms: Any, _use_msc: bool, _rank: int, buckets: Sequence[Any], results_queue: queue.Queue[dict[int, Any] | Exception]
+) -> None:
+    """Write all files of this rank, and put the results of each or the first error into the queue."""
+    results: dict[int, Any] = {}
+    for number, bucket in enumerate(buckets):
+        written, pending = queue.Queue[Any](), queue.Queue[int]()
+        pending.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, pending, True)
+        _, results[number] = written.get_nowait()
+        if isinstance(results[number], Exception):
+            results_queue.put(results[number])
+            return
+    results_queue.put(results)
 
 
 def saved_setting(folder: Path, name: str) -> Any:

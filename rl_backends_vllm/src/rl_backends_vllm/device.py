@@ -142,16 +142,21 @@ def _check_cpu_support(config: VllmEngineConfig, hf_config: Any) -> None:
             "pipeline_parallel_size: 1, and use tensor_parallel_size if you need more than one process."
         )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if _head_dim(hf_config) not in sizes:
+    if other := sorted({_head_dim(layer) for layer in _layers(hf_config)} - {*sizes}):
         raise ConfigError(
             f"vLLM's attention on a CPU supports head sizes {', '.join(map(str, sizes))}, but this model's is "
-            f"{_head_dim(hf_config)}. Set policy.generation.backend: hf, or run vLLM on a GPU."
+            f"{other[0]}. Set policy.generation.backend: hf, or run vLLM on a GPU."
         )
 
 
-def _head_dim(hf_config: Any) -> int:
+def _layers(hf_config: Any) -> list[Any]:
+    """The config of each layer; those of Gemma 4 differ."""
     text = hf_config.get_text_config(decoder=True)
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+
+
+def _head_dim(layer: Any) -> int:
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def token_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
@@ -161,11 +166,10 @@ def token_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
         config: the section.
         hf_config: the model's configuration.
     """
-    text = hf_config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    itemsize = 4 if config.precision == "float32" else 2
-    size: int = 2 * text.num_hidden_layers * heads * _head_dim(hf_config) * itemsize // config.processes
-    return size
+    width = 0
+    for layer in _layers(hf_config):
+        width += (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * _head_dim(layer)
+    return 2 * width * (4 if config.precision == "float32" else 2) // config.processes
 
 
 def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:

@@ -7,6 +7,8 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_hf.transformers_internals import config_of_each_layer
+
 SHARE_OF_FREE_MEMORY: Final = 0.8
 """The rest of a GPU's memory is for the prompts that are being computed, activations and logits."""
 
@@ -47,7 +49,8 @@ class CacheBudget:
 
 def token_bytes(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token in all layers."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+    width = 0
+    for layer in config_of_each_layer(model.config.get_text_config(decoder=True)):
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width += heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    return int(2 * width * model.dtype.itemsize)

@@ -53,9 +53,8 @@ def grouped_sdpa(
     rows, heads, length, width = query.shape
     grouped, scale = query.reshape(rows, key.shape[1], -1, width), kwargs.get("scaling")
     adds_mask = attention_mask is not None and attention_mask.is_floating_point() and is_plain(module, kwargs)
-    if slot_cache is not None and attention_mask is not None and adds_mask:
-        layer, prompts = slot_cache.layers[module.layer_idx], slot_cache.prompts
-        assert isinstance(layer, SlotLayer)
+    layer, prompts = (None, None) if slot_cache is None else (slot_cache.layers[module.layer_idx], slot_cache.prompts)
+    if attention_mask is not None and adds_mask and isinstance(layer, SlotLayer) and layer.holds(key, value):
         assert layer.prompts is not None
         assert prompts is not None
         output = prompts.attend(grouped, layer.prompts, (key, value), attention_mask, scale=scale)

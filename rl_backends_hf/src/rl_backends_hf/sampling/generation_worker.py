@@ -12,6 +12,7 @@ from rl_backends_hf.memory_advice import generation_advice
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampling_probe import probe_sampling
 from rl_backends_hf.sampling.token_choice import ROW_OPTIONS
 from rl_core.backend import (
     BatchedDataDict,
@@ -65,6 +66,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             seed=options.seed,
             rank=self.context.rank,
         )
+        probe_sampling(self._sampler)
         self._rows = RowsInFlight(self._sampler, session_bytes=options.session_cache_mb * 2**20)
         return {
             "max_model_len": self._sampler.max_model_len,

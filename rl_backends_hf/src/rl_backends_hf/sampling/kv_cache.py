@@ -52,6 +52,10 @@ class SlotLayer(CacheLayerMixin):
             own.view(-1, new.shape[3]).index_copy_(0, flat_index, new.reshape(-1, new.shape[3]))
         return self.keys[:used, :, :width], self.values[:used, :, :width]
 
+    def holds(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are what `update` returned, and not computed from it, as multi-head latent attention does."""
+        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+
     def load(self, other: CacheLayerMixin, *, runs: Sequence[PrefillRun], past_width: int) -> None:
         """Copy prompts from a prefill: `past_width` left-padded columns computed before it, then left-padded new ones."""
         if not self.is_initialized:

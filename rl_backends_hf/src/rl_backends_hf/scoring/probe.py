@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from transformers import PreTrainedModel
 
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, packed_input, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import fill, reshard
-from rl_core.errors import NotSupportedError
+from rl_core.errors import NotSupportedError, RLCoreError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """In nats, or for values of about 1. A missing scale or soft cap, or attention between rows, shows as tenths."""
@@ -45,7 +46,7 @@ def probe_scoring(
     """
     ids, lengths = _tokens(scoring)
     is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
-    with torch.no_grad(), random_head(scoring):
+    with torch.no_grad(), random_head(scoring), refusing_errors(scoring.model, "be trained by this backend"):
         padded = scoring.score(padded_input(ids, lengths, device=device, shift=scoring.shift))
         with torch.compiler.set_stance("force_eager"):  # compiled layers are compared with those of the model
             own, has_output = _model_outputs(scoring, ids.to(device), lengths)
@@ -64,6 +65,21 @@ def probe_scoring(
             _compare(scoring, padded, packed, is_token, computed_in, finding=finding, advice=_DISABLE_PACKING)
 
 
+@contextmanager
+def refusing_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
+    """Raise errors of the model's code on a test input as NotSupportedError: it cannot do `what`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, RLCoreError):
+            raise
+        raise NotSupportedError(
+            f"{type(model).__name__} cannot {what}. On a test input, its code raised {type(error).__name__}: {error}"
+        ) from error
+
+
 def tolerance(computed_in: torch.dtype) -> float:
     """Largest difference between two computations of the same numbers that rounding explains; see `_TOLERANCE`."""
     return _TOLERANCE.get(computed_in, 0.25)
@@ -73,7 +89,7 @@ def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, scoring.vocab_size, (2, 8), generator=generator)
     # Transformers' classifiers use the last token that is not padding.
-    padding = scoring.model.config.get_text_config().pad_token_id
+    padding = getattr(scoring.model.config.get_text_config(), "pad_token_id", None)
     if padding is not None:
         ids = torch.where(ids == padding, (ids + 1) % scoring.vocab_size, ids)
     return ids, torch.tensor([6, 8])
