@@ -1,7 +1,7 @@
-"""A checkout of the repository, a folder or a commit, and the commands that run in it with the interpreter of this process.
+"""A checkout of the repository, a folder or a commit, and the commands that run in it with an interpreter.
 
-Both checkouts use the same libraries: the `src` folders of each come first on the path, with metadata made from its own
-`pyproject.toml` files, so that each finds its own plugins.
+The libraries are those of its interpreter, by default that of this process: the `src` folders of each checkout come first on
+the path, with metadata made from its own `pyproject.toml` files, so that each finds its own plugins.
 """
 
 import json
@@ -21,8 +21,8 @@ HIDDEN = "checkout"
 class Checkout:
     """The sources in `folder`, called `label` in messages; `scratch` is its own empty folder."""
 
-    def __init__(self, label, folder, scratch):
-        self.label, self.folder, self.scratch = label, folder, scratch
+    def __init__(self, label, folder, scratch, python=sys.executable):
+        self.label, self.folder, self.scratch, self.interpreter = label, folder, scratch, python
         self.metadata = scratch / "metadata"
         projects = sorted(folder.glob("*/pyproject.toml"))
         if not projects:
@@ -45,7 +45,7 @@ class Checkout:
         """The process whose forks run the commands."""
         with (self.scratch / "server.log").open("w") as log:
             self.server = subprocess.Popen(
-                [sys.executable, HERE / "fork_server.py", self.folder / "examples" / "grpo_addition.yaml"],
+                [self.interpreter, HERE / "fork_server.py", self.folder / "examples" / "grpo_addition.yaml"],
                 env=self.environment,
                 cwd=self.scratch,
                 stdin=subprocess.PIPE,
@@ -72,7 +72,7 @@ class Checkout:
         """Run Python with the sources of the checkout, in its folder."""
         environment = {**self.environment, **environment}
         return subprocess.run(
-            [sys.executable, *map(str, arguments)],
+            [self.interpreter, *map(str, arguments)],
             cwd=self.folder,
             env=environment,
             capture_output=True,
@@ -115,15 +115,15 @@ def with_extra(requirement, extra):
 
 
 @contextmanager
-def checkouts(names, scratch):
+def checkouts(names, scratch, interpreters):
     """The checkouts by their names, folders or commits of this repository. Commits are unpacked below `scratch`."""
     opened = []
     try:
-        for label, name in zip(("OLD", "NEW"), names, strict=True):
+        for label, name, python in zip(("OLD", "NEW"), names, interpreters, strict=True):
             own = scratch / label.lower()
             own.mkdir()
             folder = Path(name).resolve() if Path(name).is_dir() else unpacked(name, own / "sources")
-            opened.append(Checkout(label, folder, own))
+            opened.append(Checkout(label, folder, own, python))
         yield opened
     finally:
         for checkout in opened:

@@ -30,7 +30,7 @@ def main(arguments=None):
     if any(scratch.iterdir()):
         raise SystemExit(f"{scratch} is not empty.")
     try:
-        with checkouts((options.old, options.new), scratch) as both:
+        with checkouts((options.old, options.new), scratch, options.python) as both:
             return compared(both, scratch, options)
     finally:
         if options.keep is None:
@@ -44,6 +44,13 @@ def parser():
     parser.add_argument("--only", metavar="CASES", help="names of cases, separated by commas; * stands for any text")
     parser.add_argument(
         "--allow", metavar="CASE:KEY", nargs="+", default=[], help="differences to expect, such as 'grpo:reward/*'"
+    )
+    parser.add_argument(
+        "--python",
+        metavar=("OLD", "NEW"),
+        nargs=2,
+        default=[sys.executable] * 2,
+        help="their interpreters, each with its libraries",
     )
     parser.add_argument("--keep", metavar="FOLDER", help="an empty folder in which outputs and logs are kept")
     return parser

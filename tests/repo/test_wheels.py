@@ -152,7 +152,7 @@ def test_metadata_states_license_platform_and_tested_python_versions(metadata):
         classifiers = message.get_all("Classifier")
         assert "Operating System :: POSIX :: Linux" in classifiers, name
         versions = [entry for entry in classifiers if re.search(r"Python :: 3\.", entry)]
-        assert versions == ["Programming Language :: Python :: 3.11"], name
+        assert versions == [f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)], name
 
 
 def test_sdists_and_wheels_contain_the_license(dist):
