@@ -63,6 +63,7 @@ def _largest_difference(sampler: Sampler, output: BatchedDataDict[Any]) -> float
         for row, end in enumerate(output["unpadded_sequence_lengths"].tolist()):
             ids, first = output["output_ids"][row, :end].to(model.device), end - int(output["generation_lengths"][row])
             logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, first - 1 : -1].float()
-            expected = torch.log_softmax(logits, dim=-1).gather(1, ids[first:, None])[:, 0].cpu()
-            differences.append((output["logprobs"][row, first:end] - expected).abs().max())
+            expected = torch.log_softmax(logits, dim=-1).gather(1, ids[first:, None])[:, 0]
+            sampled = output["logprobs"][row, first:end].to(expected.device)
+            differences.append((sampled - expected).abs().max())
     return float(torch.stack(differences).max())
