@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -49,6 +50,7 @@ def parser():
         "--python",
         metavar=("OLD", "NEW"),
         nargs=2,
+        type=os.path.abspath,
         default=[sys.executable] * 2,
         help="their interpreters, each with its libraries",
     )
