@@ -53,8 +53,12 @@ test-newest:
 	$(PYTHON) tests/releases.py --folder .venv-newest
 
 # The pinned releases, with the newest tested Transformers: about 5 minutes on two cores. CI runs it.
-test-transformers: $(VENV)/.installed-dev
+test-transformers: .venv-transformers
 	$(BIN)/python tests/releases.py --folder .venv-transformers --over 'transformers<5.25' $(OF_TRANSFORMERS)
+
+.venv-transformers: $(VENV)/.installed-dev
+	rm -rf $@
+	$(BIN)/python tests/releases.py --folder $@ --over 'transformers<5.25' --install
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

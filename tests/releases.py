@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of a new environment")
     parser.add_argument("--pins", action="store_true", help="the releases of constraints.txt, and the tests of vLLM")
     parser.add_argument("--over", metavar="REQUIREMENT", nargs="+", help="this environment, with other releases of these only")
+    parser.add_argument("--install", action="store_true", help="only make the environment")
     parser.add_argument("--write", action="store_true", help="write the row")
     parser.add_argument("tests", nargs="*", help="arguments of pytest instead of all fast tests")
     options = parser.parse_args()
@@ -58,6 +59,8 @@ def main() -> int:
         python = environment_over_this(folder, options.over)
     else:
         python = new_environment(folder, options.python, pins=options.pins)
+    if options.install:
+        return 0
     versions = json.loads(run([python, "-c", VERSIONS, *SHOWN], capture=True))
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     steps = first_steps(python)
@@ -109,6 +112,8 @@ def new_environment(folder: Path, interpreter: str, *, pins: bool) -> Path:
 def environment_over_this(folder: Path, requirements: list[str]) -> Path:
     from other_interpreters import make_environment, see_our_packages, site_packages
 
+    if any(site_packages(folder).glob("*.dist-info")):
+        return folder / "bin" / "python"
     python = see_our_packages(make_environment(folder))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps", "--upgrade"]
     run([*pip, "--target", site_packages(folder), *requirements])

@@ -6,12 +6,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from rl_core.plugins.manager import discover
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
+OURS = {tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]["name"] for package in PACKAGES}
 SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
@@ -62,3 +67,17 @@ def test_every_mark_full_says_what_covers_the_behavior_in_make_test():
     }
     assert len(marks) > 10
     assert {place: after for place, after in marks.items() if not re.match(r'\(\s*"\w+', after)} == {}
+
+
+def test_needs_of_components_allow_the_releases_that_their_distribution_allows():
+    ours = [plugin for plugin in discover(strict=False).plugins if plugin.distribution in OURS]
+    differing = []
+    for plugin in ours:
+        stated = [Requirement(text) for text in distribution(plugin.distribution).requires or ()]
+        stated = [each for each in stated if each.marker is None or 'extra == "tested"' not in str(each.marker)]
+        for registration in plugin.registrations:
+            for need in map(Requirement, registration.component.needs):
+                allowed = [each.specifier for each in stated if each.name == need.name and each.specifier]
+                differing += [f"{registration.component.name}: {need}" for each in allowed if each != need.specifier]
+    assert len(ours) >= 9
+    assert differing == []

@@ -47,7 +47,7 @@ def rlcore_environments() -> list[Component]:
             target="rl_envs.reward_model.environment:RewardModelEnvironment",
             config="rl_envs.config:RewardModelEnvironmentConfig",
             summary="Scores of a reward model trained on preferences",
-            needs=("transformers>=5.16.1,<5.20",),
+            needs=("transformers>=5.16.1,<5.26",),
             install="pip install 'rl-envs[reward-model]'",
         ),
         Component(
