@@ -129,7 +129,7 @@ def first_steps(python: Path) -> bool:
         if subprocess.run([str(each) for each in command], cwd=ROOT, check=False).returncode:
             return False
         [metrics] = Path(folder).rglob("metrics.jsonl")
-        losses = [json.loads(line).get("train/loss") for line in metrics.read_text().splitlines()]
+        losses = [json.loads(line).get("loss") for line in metrics.read_text().splitlines()]
         return sum(loss is not None and math.isfinite(loss) for loss in losses) == STEPS
 
 

@@ -48,7 +48,7 @@ FORM = str
 UNIMPORTABLE = {
     "def short(completion)\n    return 1\n": ":1 is not valid Python: expected ':'.",
     "import torch\nlimit = lenght\ndef short(completion):\n    return 1\n": "it raised NameError: name 'lenght' is not ",
-    "import sys\nsys.exit(3)\ndef short(completion):\n    return 1\n": "it raised SystemExit: 3 (",
+    "raise SystemExit(3)\ndef short(completion):\n    return 1\n": "it raised SystemExit: 3 (",
     "import no_package_here\ndef short(completion):\n    return 1\n": "No module named 'no_package_here' (",
 }
 """Modules that cannot be imported, and the error."""
