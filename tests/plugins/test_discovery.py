@@ -2,11 +2,13 @@
 
 import json
 from importlib.metadata import PathDistribution
+from pathlib import Path
 
 import pytest
 
 from rl_core.plugins.requirements import version_of
 
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "grpo_addition.yaml")
 OURS = {"core", "train", "rlcore", "hf", "envs"}
 
 
@@ -44,6 +46,44 @@ def test_a_release_newer_than_the_tested_ones_works_with_one_warning_of_each_com
         done = site.rlcore(*command)
         assert done.returncode == 0
         assert done.stdout.count("newer than the tested") == done.stdout.count(f"warning: {warning}") == 1
+
+
+@pytest.mark.parametrize(
+    ("library", "release", "allowed"),
+    [
+        ("transformers", "5.15.1", "transformers<5.26,>=5.16.1"),
+        ("transformers", "5.26.0", "transformers<5.26,>=5.16.1"),
+        ("torch", "2.12.1", "torch<2.17,>=2.13"),
+        ("torch", "2.17.0", "torch<2.17,>=2.13"),
+        ("ray", "2.49.0", "ray<3,>=2.50"),
+        ("ray", "3.0.0", "ray<3,>=2.50"),
+    ],
+)
+def test_a_release_outside_of_the_range_is_an_error_with_both_versions(site, library, release, allowed):
+    site.write_metadata(library, version=release)
+    checked = site.rlcore("validate", EXAMPLE)
+    assert checked.returncode == 2
+    assert f"{allowed} is required, {release} is installed. Run: rlcore doctor" in checked.stderr
+    assert "Traceback" not in checked.stderr
+    site.listings.append(
+        {name: {"status": "ready"} for name in OURS}
+    )  # `our_plugins_stay_ready` would expect it of this release
+
+
+@pytest.mark.slow
+def test_a_run_warns_once_of_a_release_newer_than_the_tested_ones(site, tmp_path):
+    site.write_metadata("transformers", version="5.25.9")
+    settings = (
+        "grpo.max_num_steps=1",
+        "grpo.val_period=0",
+        f"logger.log_dir={tmp_path / 'runs'}",
+        "cluster.backend=in_process",
+    )
+    trained = site.rlcore("train", EXAMPLE, *settings)
+    assert trained.returncode == 0
+    [log] = (tmp_path / "runs").rglob("driver.log")
+    warning = "transformers 5.25.9 is newer than the tested releases (transformers<5.25)."
+    assert f"{trained.stdout}{trained.stderr}".count(warning) == log.read_text().count(warning) == 1
 
 
 def test_a_requirement_in_a_version_that_does_not_fit_is_named_with_both_versions(site):

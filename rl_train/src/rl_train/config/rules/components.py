@@ -11,6 +11,7 @@ from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.record import Status
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.config_layout import SectionSchema
 from rl_train.config.rules.models import MODELS, each_engine, each_model
@@ -125,6 +126,14 @@ def _lacks(
         config.registry.find(kind, backend, requires=(capability,))
     except PluginError as error:
         yield Problem(key, f"{setting} is not supported by {dotted(section)}. {error}")
+
+
+@rule("cluster")
+def rl_core_has_its_requirements(config: CheckedConfig) -> Iterator[Problem]:
+    """What rl-core requires, such as Ray, is installed in a release that it allows."""
+    for plugin in config.registry.manager.plugins:
+        if plugin.distribution == "rl-core" and plugin.status is Status.MISSING:
+            yield Problem(("cluster",), f"{plugin.label} cannot be used: {plugin.reason}. Run: rlcore doctor {plugin.name}")
 
 
 def each_component(config: CheckedConfig) -> Iterator[tuple[KeyPath, SectionSchema, Component]]:
