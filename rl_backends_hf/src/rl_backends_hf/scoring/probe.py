@@ -16,6 +16,7 @@ from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, packed_input, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import fill, reshard
+from rl_backends_hf.torch_internals import compile_error
 from rl_core.errors import NotSupportedError, RLCoreError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -73,7 +74,7 @@ def refusing_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, RLCoreError):
+        if isinstance(error, (RLCoreError, compile_error())):  # they explain themselves
             raise
         raise NotSupportedError(
             f"{type(model).__name__} cannot {what}. On a test input, its code raised {type(error).__name__}: {error}"
