@@ -49,7 +49,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-newest", help="environment, made if it does not exist")
     parser.add_argument("--python", default=sys.executable, help="interpreter of a new environment")
     parser.add_argument("--pins", action="store_true", help="the releases of constraints.txt, and the tests of vLLM")
-    parser.add_argument("--over", metavar="REQUIREMENT", nargs="+", help="this environment, with other releases of these only")
+    parser.add_argument(
+        "--over", metavar="REQUIREMENT", action="append", help="this environment, with another release of this; may be repeated"
+    )
     parser.add_argument("--install", action="store_true", help="only make the environment")
     parser.add_argument("--write", action="store_true", help="write the row")
     parser.add_argument("tests", nargs="*", help="arguments of pytest instead of all fast tests")
