@@ -17,7 +17,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 PARALLEL_BUSY := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
-OF_TRANSFORMERS := tests/core tests/backends_hf tests/train/data tests/train/config tests/serve tests/conformance
+OF_TRANSFORMERS := tests/core tests/backends_hf tests/train/config tests/serve tests/conformance
 
 .PHONY: quickstart test parallel-tests test-slow test-fast test-full test-gpu test-newest test-transformers lint docs dist clean
 

@@ -143,7 +143,9 @@ def run_tests(python: Path, arguments: list[str], *, with_vllm: bool) -> dict[st
         command = [python, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", marks]
         command += ["-o", f"cache_dir={folder}/cache", f"--junitxml={report}", *chosen]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        subprocess.run([str(each) for each in command], cwd=ROOT, env=environment, check=False)
+        status = subprocess.run([str(each) for each in command], cwd=ROOT, env=environment, check=False).returncode
+        if status > 1:  # 1: some tests failed
+            raise SystemExit(f"pytest ended with exit code {status}, so the tests were not run.")
         [suite] = ElementTree.parse(report).getroot().iter("testsuite")
     failed, skipped = int(suite.get("failures", 0)) + int(suite.get("errors", 0)), int(suite.get("skipped", 0))
     return {"passed": int(suite.get("tests", 0)) - failed - skipped, "failed": failed, "skipped": skipped}
