@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of a new environment")
     parser.add_argument("--pins", action="store_true", help="the releases of constraints.txt, and the tests of vLLM")
     parser.add_argument(
-        "--over", metavar="REQUIREMENT", action="append", help="this environment, with another release of this; may be repeated"
+        "--over",
+        metavar="LIBRARY",
+        help="this environment, with the newest release of one library that rl-core's extra `tested` allows",
     )
     parser.add_argument("--install", action="store_true", help="only make the environment")
     parser.add_argument("--write", action="store_true", help="write the row")
@@ -58,7 +61,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder.absolute()
     if options.over:
-        python = environment_over_this(folder, options.over)
+        python = environment_over_this(folder, tested_releases(options.over))
     else:
         python = new_environment(folder, options.python, pins=options.pins)
     if options.install:
@@ -111,19 +114,26 @@ def new_environment(folder: Path, interpreter: str, *, pins: bool) -> Path:
     return python
 
 
-def environment_over_this(folder: Path, requirements: list[str]) -> Path:
+def tested_releases(library: str) -> str:
+    """The requirement for a library in rl-core's extra `tested`."""
+    project = tomllib.loads((ROOT / "rl_core" / "pyproject.toml").read_text())["project"]
+    [found] = [each for each in project["optional-dependencies"]["tested"] if re.match(rf"{library}\b", each)]
+    return found
+
+
+def environment_over_this(folder: Path, requirement: str) -> Path:
     from other_interpreters import make_environment, see_our_packages, site_packages
 
     if any(site_packages(folder).glob("*.dist-info")):
         return folder / "bin" / "python"
     python = see_our_packages(make_environment(folder))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps", "--upgrade"]
-    run([*pip, "--target", site_packages(folder), *requirements])
+    run([*pip, "--target", site_packages(folder), requirement])
     return python
 
 
 def first_steps(python: Path) -> bool:
-    """Whether the first steps of the quickstart end, with finite losses and rewards."""
+    """Whether the first steps of the quickstart end, each with a finite loss."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"grpo.max_num_steps={STEPS}", f"logger.log_dir={folder}", "checkpointing.enabled=false"]
         program = "from rlcore_cli.main import main; main()"

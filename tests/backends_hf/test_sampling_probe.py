@@ -1,12 +1,16 @@
 """The engine compares its sampling with the model's own forward pass before it serves a run, and refuses a model by name."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
 
 from rl_backends_hf import HuggingFaceGeneration
+from rl_backends_hf.sampling import sampling_probe
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_backends_hf.sampling.sampling_probe import probe_sampling
+from rl_backends_hf.sampling.token_choice import SamplingParameters
 from rl_core.errors import NotSupportedError, WorkerError
 
 SIZES = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -53,24 +57,56 @@ def test_a_wrong_position_or_mask_in_a_decoding_step_is_found(mistake, monkeypat
         is_step = input_ids.shape == (3, 1)
         return forward(input_ids=input_ids, **(mistake(keywords) if is_step else keywords))
 
-    with_mistake.__signature__ = __import__("inspect").signature(forward)
+    with_mistake.__signature__ = inspect.signature(forward)
     probe_sampling(Sampler(model))
     monkeypatch.setattr(model, "forward", with_mistake)
     with pytest.raises(NotSupportedError, match="log-probabilities of sampled tokens differ"):
         probe_sampling(Sampler(model))
 
 
-@pytest.mark.parametrize("positions", [3, 4, 8, 40])
-def test_a_model_of_few_positions_is_compared_as_far_as_it_goes(positions):
+@pytest.fixture
+def compared(monkeypatch):
+    """The rows that were compared: length and number of sampled tokens of each."""
+    rows, compare = [], sampling_probe._largest_difference
+
+    def recorded(sampler, output):
+        lengths = output["unpadded_sequence_lengths"], output["generation_lengths"]
+        rows.extend(zip(*(each.tolist() for each in lengths), strict=True))
+        return compare(sampler, output)
+
+    monkeypatch.setattr(sampling_probe, "_largest_difference", recorded)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows"),
+    [(3, []), (4, [(4, 3)] * 3), (8, [(8, 3)] * 3), (40, [(36, 3), (36, 3), (23, 3)])],
+)
+def test_a_model_of_few_positions_is_compared_as_far_as_it_goes(compared, positions, rows):
     probe_sampling(Sampler(llama(positions)))
+    assert compared == rows
 
 
-def test_weights_that_are_not_finite_are_left_to_the_first_call():
+def test_weights_that_are_not_finite_are_left_to_the_first_call(compared):
     model = llama()
     model.lm_head.weight.data.fill_(float("nan"))
     probe_sampling(Sampler(model))
+    assert compared == []
 
 
-def test_settings_of_the_run_do_not_change_the_comparison():
-    settings = SamplerSettings(max_new_tokens=1, stop_token_ids=tuple(range(96)))
+def test_settings_of_the_run_do_not_change_what_is_compared(compared):
+    parameters = SamplingParameters(temperature=0.1, top_k=2, repetition_penalty=1.5)
+    settings = SamplerSettings(parameters=parameters, max_new_tokens=1, stop_token_ids=tuple(range(3, 96)))
     probe_sampling(Sampler(llama(), settings=settings))
+    assert compared == [(36, 3), (36, 3), (23, 3)]
+
+
+def test_full_memory_is_not_a_refusal():
+    model = llama()
+
+    def forward(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    model.model.layers[1].mlp.forward = forward
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        probe_sampling(Sampler(model))

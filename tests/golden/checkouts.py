@@ -115,7 +115,7 @@ def with_extra(requirement, extra):
 
 
 @contextmanager
-def checkouts(names, scratch, interpreters):
+def checkouts(names, scratch, interpreters=(sys.executable, sys.executable)):
     """The checkouts by their names, folders or commits of this repository. Commits are unpacked below `scratch`."""
     opened = []
     try:

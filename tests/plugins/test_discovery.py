@@ -35,17 +35,17 @@ def test_a_missing_requirement_is_named_and_the_components_stay_listed(site):
     assert acme["components"] == [{"kind": "policy", "name": "acme"}]
 
 
-def test_a_release_newer_than_the_tested_ones_works_with_one_warning_of_each_command_that_shows_plugins_or_trains(site):
+def test_a_release_newer_than_the_tested_ones_works_with_one_warning_of_each_command_that_shows_plugins(site):
     site.write_metadata("acme-kernels", version="2.7.1")
     requires = ["acme-kernels>=2,<3", "acme-kernels<2.7; extra == 'tested'", "pluggy", "pluggy<9; extra == 'tested'"]
     for name in ("acme-rl", "other-rl"):
         site.install(name, requires=requires, provides_extras=["tested"])
     assert site.plugins()["acme"]["status"] == "ready"
-    warning = "acme-kernels 2.7.1 is newer than the tested releases (acme-kernels<2.7)."
+    warning = "acme-kernels 2.7.1 is not among the tested releases (acme-kernels<2.7)."
     for command in (("list-plugins",), ("doctor", "acme")):
         done = site.rlcore(*command)
         assert done.returncode == 0
-        assert done.stdout.count("newer than the tested") == done.stdout.count(f"warning: {warning}") == 1
+        assert done.stdout.count("not among the tested") == done.stdout.count(f"warning: {warning}") == 1
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_run_warns_once_of_a_release_newer_than_the_tested_ones(site, tmp_path
     trained = site.rlcore("train", EXAMPLE, *settings)
     assert trained.returncode == 0
     [log] = (tmp_path / "runs").rglob("driver.log")
-    warning = "transformers 5.25.9 is newer than the tested releases (transformers<5.25)."
+    warning = "transformers 5.25.9 is not among the tested releases (transformers<5.25)."
     assert f"{trained.stdout}{trained.stderr}".count(warning) == log.read_text().count(warning) == 1
 
 

@@ -2,8 +2,8 @@
 
     python tests/repo/private_names.py
 
-A name is private if a part of it begins with one underscore, or if it is an operator under `torch.ops`. Found are imports,
-attributes whose name none of our modules defines, and text that names such an attribute.
+A name is private if a part of it begins with one underscore. Found are imports, attributes whose name none of our modules
+defines, and text that names such an attribute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = frozenset({"accelerate", "megatron", "peft", "ray", "torch", "transformers", "vllm"})
-_STANDARD = frozenset({"_exit", "_getframe", "_run_exitfuncs", "_shutdown", "_field_defaults"})
-_OF_MULTIPROCESSING = frozenset({"_finalizer_registry", "_callback", "_cleanup"})
+_OF_PYTHON = frozenset({
+    "_exit", "_getframe", "_run_exitfuncs", "_shutdown", "_field_defaults", "_finalizer_registry", "_callback", "_cleanup",
+})  # fmt: skip
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "_operator"})
 _CLASS_AND_NAME = re.compile(r"[A-Z]\w*\._\w+")
 
@@ -44,8 +45,8 @@ def _in_module(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
             names = [part for name in _imported(node) for part in name.split(".")]
         else:
             names = [part for name in _named(node) for part in name.split(".") if part not in own]
-        found = [name for name in names if re.match(r"_(?!_)", name) and name not in _STANDARD | _OF_MULTIPROCESSING]
-        yield from ((node.lineno, name) for name in found[-1:] if isinstance(node, ast.stmt | ast.expr))
+        found = [name for name in names if re.match(r"_(?!_)", name) and name not in _OF_PYTHON]
+        yield from ((node.lineno, name) for name in found[-1:])
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

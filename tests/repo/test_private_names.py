@@ -24,7 +24,6 @@ def test_the_backend_of_transformers_has_them_in_one_module_per_library():
 
 
 def test_each_form_of_use_is_found(tmp_path):
-    (tmp_path / "src").mkdir()
     lines = (
         "import ray._private.worker",
         "from torch._dynamo.exc import Error",

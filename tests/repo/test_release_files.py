@@ -81,3 +81,13 @@ def test_needs_of_components_allow_the_releases_that_their_distribution_allows()
                 differing += [f"{registration.component.name}: {need}" for each in allowed if each != need.specifier]
     assert len(ours) >= 9
     assert differing == []
+
+
+def test_the_page_on_compatibility_states_the_ranges_of_the_distributions():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for package in PACKAGES:
+        project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+        extras = project.get("optional-dependencies", {})
+        for text in (*project["dependencies"], *extras.get("cuda", []), *extras.get("lora", [])):
+            found = re.match(r"(torch|transformers|ray|megatron-core|vllm|peft)(\[\w+\])?([<>=].*)", text)
+            assert found is None or f"| `{found[3]}` |" in page, f"{package}: {text}"

@@ -21,7 +21,7 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
-from rl_train.untested_releases import untested_releases
+from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import Overrides
 from rlcore_cli.counting import counted
 from rlcore_cli.listing import print_table
@@ -78,7 +78,7 @@ def doctor(
         manager = discover(strict=False)
         results = {plugin: _examine(plugin, manager, deep=deep) for plugin in _chosen(manager, name)}
         healthy = all(results.values())
-        for warning in (*manager.warnings, *untested_releases(manager.plugins)):
+        for warning in plugin_warnings(manager):
             print(f"warning: {warning}")
         if name is None:
             print_machine()

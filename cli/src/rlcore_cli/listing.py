@@ -17,7 +17,7 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.record import Plugin, Registration
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
-from rl_train.untested_releases import untested_releases
+from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.counting import counted
 from rlcore_cli.plugin_problems import problems_of
@@ -202,5 +202,5 @@ def _print_troubles(manager: PluginManager) -> None:
     if broken:
         noun = "plugin does" if len(broken) == 1 else "plugins do"
         print(f"\n{len(broken)} {noun} not work. To see why: rlcore doctor {broken[0].name}")
-    for warning in (*manager.warnings, *untested_releases(manager.plugins)):
+    for warning in plugin_warnings(manager):
         print(f"warning: {warning}")

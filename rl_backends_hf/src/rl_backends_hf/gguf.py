@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from rl_backends_hf.transformers_internals import config_of_each_layer
+from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 from rl_core.errors import UserError
 
 _ROPE: Final = {
@@ -43,8 +43,7 @@ def restore_config(config: Any, file: Path) -> None:
         scaling = {"rope_type": kind, **{_ROPE[key]: values.pop(key) for key in keys if key in values}}
     if "rope_freqs.weight" in tensors:
         scaling = _llama3_scaling(rope.get("rope_theta"), file)
-    layer = config_of_each_layer(text)[0]
-    head = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    head = head_width(config_of_each_layer(text)[0])
     read = {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
     read |= {"rope.dimension_count": head * rope.get("partial_rotary_factor", 1), "rope.scaling.factor": 1.0}
     read |= {"rope.scaling.original_context_length": values.get("context_length")}

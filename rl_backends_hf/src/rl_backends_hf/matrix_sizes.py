@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_backends_hf.transformers_internals import config_of_each_layer
+from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 
 _EXPERT_AXES = 3
 """Number of axes of a weight that stacks the matrices of all experts of a layer."""
@@ -38,5 +38,4 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
 
 def _attention_width(layer: PretrainedConfig) -> int:
     """Number of heads times their width."""
-    heads = getattr(layer, "num_attention_heads", 0)
-    return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)))
+    return int(getattr(layer, "num_attention_heads", 0)) * head_width(layer)

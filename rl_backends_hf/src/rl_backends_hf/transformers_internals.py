@@ -44,6 +44,11 @@ def config_of_each_layer(text: PretrainedConfig) -> list[PretrainedConfig]:
     return list(text.per_layer_config) if is_mixed else [text] * text.num_hidden_layers
 
 
+def head_width(layer: PretrainedConfig) -> int:
+    """Entries of a head's query and key, from the config of its layer; 0 heads count as one."""
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // max(1, getattr(layer, "num_attention_heads", 0)))
+
+
 def names_of_layers(model: torch.nn.Module) -> set[str]:
     """The classes of decoder layers, which stay on one device each."""
     return set(getattr(model, "_no_split_modules", None) or ())
@@ -58,8 +63,9 @@ def cache_keyword(model: PreTrainedModel) -> str:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward pass; the method was renamed in Transformers 5.24."""
-    for prefix in ("activation", "gradient"):
-        if enable := getattr(model, f"{prefix}_checkpointing_enable", None):
-            enable(**{f"{prefix}_checkpointing_kwargs": {"use_reentrant": False}})
-            return
+    """Recompute each layer's activations in the backward pass; the method was renamed in Transformers 5.23."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_hf.transformers_internals import config_of_each_layer
+from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 
 SHARE_OF_FREE_MEMORY: Final = 0.8
 """The rest of a GPU's memory is for the prompts that are being computed, activations and logits."""
@@ -51,6 +51,5 @@ def token_bytes(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token in all layers."""
     width = 0
     for layer in config_of_each_layer(model.config.get_text_config(decoder=True)):
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        width += heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        width += (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * head_width(layer)
     return int(2 * width * model.dtype.itemsize)

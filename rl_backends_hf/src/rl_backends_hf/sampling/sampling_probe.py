@@ -31,7 +31,9 @@ def probe_sampling(sampler: Sampler) -> None:
     model, longest = sampler.model, sampler.max_model_len - _NEW
     if longest < 1:
         return
-    settings = replace(sampler.settings, parameters=SamplingParameters(), max_new_tokens=_NEW, stop_strings=())
+    settings = replace(
+        sampler.settings, parameters=SamplingParameters(), max_new_tokens=_NEW, stop_strings=(), stop_token_ids=()
+    )
     with refusing_errors(model, "be sampled from; use another generation backend"):
         try:
             output = Sampler(model, settings=settings).generate(_prompts(sampler.vocab_size, longest))

@@ -68,13 +68,18 @@ def probe_scoring(
 
 @contextmanager
 def refusing_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Raise errors of the model's code on a test input as NotSupportedError: it cannot do `what`."""
+    """Raise errors of the model's code on a test input as NotSupportedError: it cannot do `what`.
+
+    Errors of the machine keep their class: full memory, a device, and, with several ranks, one that has died.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, (RLCoreError, compile_error())):  # they explain themselves
+        has_peers = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        explains_itself = isinstance(error, (RLCoreError, compile_error()))
+        if explains_itself or "memory" in str(error) or (has_peers and isinstance(error, RuntimeError)):
             raise
         raise NotSupportedError(
             f"{type(model).__name__} cannot {what}. On a test input, its code raised {type(error).__name__}: {error}"

@@ -72,7 +72,7 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
     return [_replaced(inner, replace) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def template_text(tokenizer: Any, messages: Any, *, tools: Any = None, tokenize: bool = False, **options: Any) -> str:
+def template_text(tokenizer: Any, messages: Any, *, tools: Any = None, **options: Any) -> str:
     """What a tokenizer's chat template writes.
 
     Since Transformers 5.23, `apply_chat_template` removes keys whose value is None, so a template that asks whether the content
@@ -82,7 +82,7 @@ def template_text(tokenizer: Any, messages: Any, *, tools: Any = None, tokenize:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if getattr(tokenizer.apply_chat_template, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         return text
     template = tokenizer.get_chat_template(tools=tools)
     texts, _ = render_jinja_template([messages], tools=tools, chat_template=template, **options, **tokenizer.special_tokens_map)
@@ -102,7 +102,8 @@ def _guarded_copy(tokenizer: Any, _: str) -> Any:
     hide = _substitution(added | marks)
     show = _substitution(added | new | {mark: name for name, mark in marks.items()})
 
-    def render(messages: Any, tools: Any = None, **options: Any) -> str:
+    def render(messages: Any, tools: Any = None, *, tokenize: bool, **options: Any) -> str:
+        assert not tokenize
         return show(template_text(tokenizer, _replaced(messages, hide), tools=_replaced(tools, hide), **options))
 
     made = copy.copy(tokenizer)

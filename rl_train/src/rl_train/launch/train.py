@@ -40,11 +40,11 @@ from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import progress_file, reported_start
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.plan.warning import warn_if_too_large
+from rl_train.plugin_warnings import plugin_warnings
 from rl_train.run import Run
 from rl_train.run_folders.provenance import CONFIG, write_origins
 from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_again_if_deleted, lock_run_folder
 from rl_train.run_folders.status import Status
-from rl_train.untested_releases import untested_releases
 
 _log = logging.getLogger("rlcore")
 _OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
@@ -169,7 +169,7 @@ def _trained_seconds(folder: Path, *, up_to: int) -> float:
 
 def _begin(start: ResumePoint, loaded: LoadedConfig, manager: PluginManager) -> LoadedConfig:
     """Record the config of a new run; the config of a resumed run, with the checkpoint's `precision` if it sets none."""
-    for warning in (*manager.warnings, *untested_releases(manager.plugins)):
+    for warning in plugin_warnings(manager):
         _log.warning("%s", warning)
     if start.checkpoint is not None:
         return with_precisions(loaded, saved_precisions(read_state(start.checkpoint)["config"]))
