@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument(
         "--over",
         metavar="LIBRARY",
-        help="this environment, with the newest release of one library that rl-core's extra `tested` allows",
+        help="this environment, with the newest tested release of one library",
     )
     parser.add_argument("--install", action="store_true", help="only make the environment")
     parser.add_argument("--write", action="store_true", help="write the row")
