@@ -275,20 +275,21 @@ def test_the_cpu_shim_leaves_torch_unchanged():
 
 
 def test_another_version_of_megatron_is_refused(monkeypatch):
-    from rl_backends_megatron import cpu_shim
+    from rl_backends_megatron import megatron_internals
 
-    cpu_shim.check_megatron()
-    monkeypatch.setattr(cpu_shim, "version", lambda name: "0.17.0")
+    megatron_internals.check_megatron()
+    monkeypatch.setattr(megatron_internals, "version", lambda name: "0.17.0")
     with pytest.raises(UserError, match=r"0.17.0 is installed, but this backend requires 0.16.1"):
-        cpu_shim.check_megatron()
+        megatron_internals.check_megatron()
 
 
 def test_a_megatron_wheel_without_the_patched_names_is_rejected(monkeypatch):
-    from rl_backends_megatron import cpu_shim
+    from rl_backends_megatron import megatron_internals
+    from rl_backends_megatron.megatron_internals import Internal
 
-    monkeypatch.setattr(cpu_shim, "_REQUIRED_NAMES", {"megatron.core.utils": ("divide", "Absent.attribute")})
+    monkeypatch.setattr(megatron_internals, "GET_RANDOM_STATE", Internal("megatron.core.utils", "Absent.attribute"))
     with pytest.raises(UserError, match=r"megatron\.core\.utils has no Absent\.attribute"):
-        cpu_shim.check_megatron()
+        megatron_internals.check_megatron()
 
 
 def test_weights_in_several_files_are_read_and_written(models, tmp_path, monkeypatch):

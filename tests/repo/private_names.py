@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ LIBRARIES = frozenset({"accelerate", "megatron", "peft", "ray", "torch", "transf
 _OF_PYTHON = frozenset({
     "_exit", "_getframe", "_run_exitfuncs", "_shutdown", "_field_defaults", "_finalizer_registry", "_callback", "_cleanup",
 })  # fmt: skip
-_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "_operator"})
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "_operator", "Internal"})
 _CLASS_AND_NAME = re.compile(r"[A-Z]\w*\._\w+")
 
 
@@ -32,6 +33,7 @@ class Use:
     name: str
 
 
+@cache
 def uses(root: Path = ROOT) -> list[Use]:
     """All uses in the sources of our distributions."""
     trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in root.glob("*/src/**/*.py")}
@@ -41,12 +43,11 @@ def uses(root: Path = ROOT) -> list[Use]:
 
 def _in_module(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [part for name in _imported(node) for part in name.split(".")]
-        else:
-            names = [part for name in _named(node) for part in name.split(".") if part not in own]
-        found = [name for name in names if re.match(r"_(?!_)", name) and name not in _OF_PYTHON]
-        yield from ((node.lineno, name) for name in found[-1:])
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        for name in _imported(node) if is_import else _named(node):
+            parts = [part for part in name.split(".") if is_import or part not in own]
+            found = [part for part in parts if re.match(r"_(?!_)", part) and part not in _OF_PYTHON]
+            yield from ((node.lineno, part) for part in found[-1:])
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

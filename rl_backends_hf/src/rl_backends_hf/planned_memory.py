@@ -29,7 +29,7 @@ from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.torch_internals import store_of_fake_group, without_data
+from rl_backends_hf.torch_internals import without_data
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
 from rl_backends_hf.transformers_internals import attention_of
@@ -338,7 +338,7 @@ def _lone_shard(shards: int) -> Iterator[None]:
         return
     if dist.is_initialized():
         raise UserError("FSDP2 can only be planned in a process without a torch.distributed group.")
-    dist.init_process_group("fake", store=store_of_fake_group(), rank=0, world_size=shards)
+    dist.init_process_group("fake", rank=0, world_size=shards)
     try:
         yield
     finally:

@@ -11,9 +11,10 @@ import platform
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ def varlen_attention_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tens
 def has_bfloat16_products() -> bool:
     """Whether this CPU multiplies bfloat16 matrices without emulation: AVX512-BF16 or AMX, or BF16 of ARM."""
     if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        has = torch.cpu.get_capabilities()
+        return bool(has.get("avx512_bf16") or has.get("amx_tile"))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -64,10 +66,3 @@ def without_data() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def store_of_fake_group() -> Any:
-    """The store of a process group whose backend `fake` does nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()

@@ -2,10 +2,7 @@
 
 Megatron-Core 0.16.1 uses the device "cuda" by name in about fifty places. Inside `with cpu_shim():`, it means the CPU. Two
 mechanisms are used: a `TorchFunctionMode` replaces device arguments of torch calls (1.4 us per call), and four module
-attributes that no argument reaches are replaced. All of them are private to this version, so the version is checked, and
-`check_megatron` asserts at start that everything that is changed exists: here, and in the modules `gpt` (end of a forward
-pass), `optimizer` (entries of a weight that a rank updates), `optimizer_state` and `training_state` (reading and writing
-checkpoints). Nothing else of Megatron is changed.
+attributes that no argument reaches are replaced; `megatron_internals` names them, and checks at start that they exist.
 
 The mode applies to one thread: enter it in the thread that calls Megatron, around building models and optimizers, forward and
 backward passes, optimizer steps and distributed checkpoints.
@@ -15,62 +12,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import version
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rl_core.errors import UserError
+from rl_backends_megatron import megatron_internals
 
-MEGATRON_VERSION: Final = "0.16.1"
 _CPU = torch.device("cpu")
 _CUDA_METHOD, _TYPE_METHOD = torch.Tensor.cuda, torch.Tensor.type
 _OPTIMIZERS = "/megatron/core/optimizer/"
-_REQUIRED_NAMES: Final[Mapping[str, Sequence[str]]] = {
-    "megatron.core.models.gpt.gpt_model": ("GPTModel._postprocess",),
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": ("_results_queue",),
-    "megatron.core.optimizer.distrib_optimizer": (
-        "DistributedOptimizer.get_parameter_state_dp_zero",
-        "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "DistributedOptimizer._get_model_param_range_map",
-    ),
-    "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
-    "megatron.core.transformer.moe.moe_utils": ("RouterGatingLinearFunction",),
-    "megatron.core.transformer.moe.token_dispatcher": (
-        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
-        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-    ),
-}
-
-
-def check_megatron() -> None:
-    """Check that the installed Megatron-Core is the supported version.
-
-    Raises:
-        UserError: it is another version, or lacks names that are changed here.
-    """
-    installed = version("megatron-core")
-    if installed != MEGATRON_VERSION:
-        raise UserError(
-            f"megatron-core {installed} is installed, but this backend requires {MEGATRON_VERSION}, because it uses private "
-            f"names. Install it with `pip install megatron-core=={MEGATRON_VERSION}`."
-        )
-    for module_name, names in _REQUIRED_NAMES.items():
-        module = importlib.import_module(module_name)
-        for name in names:
-            owner: Any = module
-            for attribute in name.split("."):
-                if not hasattr(owner, attribute):
-                    raise UserError(
-                        f"{module_name} has no {name}, although megatron-core reports version {installed}: the installation is "
-                        f"modified or incomplete. Reinstall it with `pip install --force-reinstall --no-deps "
-                        f"megatron-core=={installed}`."
-                    )
-                owner = getattr(owner, attribute)
 
 
 @contextmanager
@@ -125,21 +79,19 @@ def _is_cuda(device: Any) -> bool:
 @cache
 def _define_missing_name() -> None:
     # Without Transformer Engine, also on GPUs, the router of 0.16.1 uses this name although it is undefined.
-    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    utils = importlib.import_module(megatron_internals.ROUTER_GATE.module)
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 @cache
 def _replace_attributes() -> None:
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     # Recomputation saves the device's random state, which is not needed without dropout.
-    random._get_cuda_rng_state = lambda *args, **kwargs: None
-    random._set_cuda_rng_state = lambda *args, **kwargs: None
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    megatron_internals.GET_RANDOM_STATE.replace(lambda *args, **kwargs: None)
+    megatron_internals.SET_RANDOM_STATE.replace(lambda *args, **kwargs: None)
     # With any value except None, no CUDA stream is created.
-    dispatcher.cuda_dtoh_stream = False
-    dispatcher._maybe_dtoh_and_synchronize = _splits_on_host
+    megatron_internals.COPY_STREAM.replace(False)
+    megatron_internals.COPY_TO_HOST.replace(_splits_on_host)
 
 
 def _splits_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

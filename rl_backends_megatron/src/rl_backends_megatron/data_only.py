@@ -6,8 +6,6 @@ create the reader and the planner from two names of their module, which are repl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 
+from rl_backends_megatron.megatron_internals import CHECKPOINT_PLANNER, CHECKPOINT_READER
 from rl_core.backend import DataOnlyBytes, DataOnlyReader, read_metadata, reason_of
 from rl_core.errors import CheckpointError
 
@@ -33,7 +32,10 @@ def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     # Raised inside Megatron, the error would be hidden among the tracebacks of several ranks.
     read_metadata(folder)
-    with _data_only_strategies():
+    with (
+        CHECKPOINT_READER.replaced(lambda folder, cache_metadata=False: _CachingReader(folder)),
+        CHECKPOINT_PLANNER.replaced(_DataOnlyPlanner),
+    ):
         state: dict[str, Any] = dist_checkpointing.load(
             requested,
             str(folder),
@@ -69,14 +71,3 @@ class _CachingReader(DataOnlyReader):
 
 class _DataOnlyPlanner(DataOnlyBytes, strategies.MCoreLoadPlanner):
     """Megatron's planner, loading byte entries as data."""
-
-
-@contextmanager
-def _data_only_strategies() -> Iterator[None]:
-    before = strategies._get_filesystem_reader, strategies.MCoreLoadPlanner
-    strategies._get_filesystem_reader = lambda folder, cache_metadata=False: _CachingReader(folder)
-    strategies.MCoreLoadPlanner = _DataOnlyPlanner
-    try:
-        yield
-    finally:
-        strategies._get_filesystem_reader, strategies.MCoreLoadPlanner = before

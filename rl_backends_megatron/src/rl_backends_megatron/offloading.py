@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Offloader:
@@ -21,12 +22,12 @@ class Offloader:
         self._tensors = tensors
         self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
         """All bytes of each storage that was freed, and their copy in host memory."""
-        self._kept: dict[int, torch.Tensor] = {}
-        """Host memory by the identity of the storage."""
+        self._kept: dict[StorageWeakRef, torch.Tensor] = {}
+        """Host memory by storage."""
 
     def offload(self) -> None:
         """Copy the tensors to host memory and free them; does nothing for those that have no memory."""
-        storages = {tensor.untyped_storage()._cdata: tensor for tensor in self._tensors()}
+        storages = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in self._tensors()}
         for identity, tensor in storages.items():
             storage = tensor.untyped_storage()
             if not storage.nbytes():

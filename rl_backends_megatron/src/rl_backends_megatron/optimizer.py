@@ -18,6 +18,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.megatron_internals import ENTRIES_OF_PARAMETER
 from rl_backends_megatron.model import DTYPES, Chunks
 from rl_core.backend import OptimizerSettings, build_scheduler
 from rl_core.config.schema import OptimizerConfig
@@ -182,7 +183,7 @@ class TrainableModel:
     def _local_slice(self, parameter: torch.nn.Parameter) -> slice:
         """The parameter's flat entries that this data-parallel rank updates."""
         sub_optimizer = next(each for each in self.sub_optimizers if parameter in each.model_param_gbuf_map)
-        ranges = sub_optimizer._get_model_param_range_map(parameter)["param"]
+        ranges = ENTRIES_OF_PARAMETER.of(sub_optimizer)(parameter)["param"]
         return slice(ranges.start, ranges.end)
 
     def _apply_proxy_settings(self) -> None:

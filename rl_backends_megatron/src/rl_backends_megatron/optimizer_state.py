@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from rl_backends_megatron.megatron_internals import GATHERED_STATE, LOADED_STATE
+
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
@@ -94,17 +96,16 @@ def patched_state_io(megatron_optimizers: Sequence[Any]) -> Iterator[None]:
     """Make distributed optimizers save and load complete state while the block runs."""
     distributed = [each for each in megatron_optimizers if isinstance(each, DistributedOptimizer)]
     for megatron_optimizer in distributed:
-        megatron_optimizer.get_parameter_state_dp_zero = partial(
-            _with_padding, megatron_optimizer, megatron_optimizer.get_parameter_state_dp_zero
-        )
+        gather = GATHERED_STATE.of(megatron_optimizer)
+        setattr(megatron_optimizer, GATHERED_STATE.name, partial(_with_padding, megatron_optimizer, gather))
         if isinstance(megatron_optimizer.optimizer, _OF_TORCH):
-            megatron_optimizer._set_main_param_and_optimizer_states = partial(_copy_into, megatron_optimizer)
+            setattr(megatron_optimizer, LOADED_STATE.name, partial(_copy_into, megatron_optimizer))
     try:
         yield
     finally:
         for megatron_optimizer in distributed:
-            for name in ("get_parameter_state_dp_zero", "_set_main_param_and_optimizer_states"):
-                megatron_optimizer.__dict__.pop(name, None)
+            for internal in (GATHERED_STATE, LOADED_STATE):
+                megatron_optimizer.__dict__.pop(internal.name, None)
 
 
 def _with_padding(megatron_optimizer: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_backends_megatron.config import MegatronConfig
-from rl_backends_megatron.cpu_shim import check_megatron, cpu_shim
+from rl_backends_megatron.cpu_shim import cpu_shim
+from rl_backends_megatron.megatron_internals import check_megatron
 from rl_core.errors import UserError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.rendezvous.stores import join_process_group

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_backends_megatron.cpu_shim import check_megatron, cpu_shim
+from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
 from rl_backends_megatron.matrix_sizes import matrix_sizes
+from rl_backends_megatron.megatron_internals import check_megatron
 from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
@@ -154,7 +154,7 @@ class PolicyMemory:
         config = self.on_one_stage
         given = _microbatch(config, ranks, shape or (1, 1))
         head = make_head(config, ranks, vocab_size=self.hf.vocab_size)
-        with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
+        with without_data(), cpu_shim():
             [module] = self.few_layers(ranks, layers).modules
             if shape is None:
                 return {"weights": sum(parameter.numel() for parameter in module.parameters())}
@@ -206,6 +206,11 @@ def _microbatch(config: MegatronPolicyConfig, ranks: Ranks, shape: tuple[int, in
     return Microbatcher(config, ranks).form(batch, training=True)
 
 
+def without_data() -> FakeTensorMode:
+    """A mode in which tensors have no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
 def lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
     """Rank 0 of a stage, in groups whose other ranks do not exist.
@@ -218,7 +223,7 @@ def lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
         raise UserError("A Megatron policy can only be planned in a process without a torch.distributed group.")
     size = max(megatron.tensor_model_parallel_size, ranks // megatron.pipeline_model_parallel_size)
     with torch.random.fork_rng(devices=[]):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        dist.init_process_group("fake", rank=0, world_size=size)
         try:
             yield create_groups(_without_stages(megatron), rank=0, world_size=size, has_gloo=False)
         finally:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.model_inputs import Microbatcher
 from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
 from rl_backends_megatron.parallel import Ranks
-from rl_backends_megatron.planned_memory import PolicyMemory, layers_of_stage, lone_rank
+from rl_backends_megatron.planned_memory import PolicyMemory, layers_of_stage, lone_rank, without_data
 from rl_backends_megatron.scoring import forward, forward_backward, make_head
 from rl_core.backend import BatchedDataDict
 from rl_core.errors import NotSupportedError
@@ -88,7 +87,7 @@ class PolicyTime:
         return seconds | ({"update": update * (one.weights + (layers - 1) * matrices)} if training else {})
 
     def _check_memory(self, ranks: Ranks) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with without_data():
             chunks = [self._memory.few_layers(ranks, depth) for depth in _DEPTHS]
         weights = sum(tensor.numel() for each in chunks for tensor in each.tensors())
         if _BYTES_PER_WEIGHT * weights > min(_MAX_BYTES, psutil.virtual_memory().available // 2):

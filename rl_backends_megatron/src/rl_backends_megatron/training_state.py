@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.data_only import load_as_data
+from rl_backends_megatron.megatron_internals import RESULTS_QUEUE
 from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.optimizer_state import init_state, match_layout, patched_state_io, separate_step_counters
 from rl_backends_megatron.parallel import Ranks
@@ -47,7 +48,7 @@ def save(trainable: TrainableModel, folder: Path, ranks: Ranks, settings: dict[s
     torch.distributed.barrier()
     # Otherwise the writer starts a process for this queue, which imports the main module again, and forks others that write:
     # a lock that a thread of this process holds stays locked in them, and the writer would wait for ever.
-    filesystem_async._results_queue = queue.Queue()
+    RESULTS_QUEUE.replace(queue.Queue())
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
     for part in trainable.sub_optimizers:
         if not part.state:

@@ -54,10 +54,11 @@ def _recorded_memory(file: Path) -> Iterator[None]:
             "`memory/<phase>_gib` in the metrics is the memory of a process on any device.",
             key="profiling.memory",
         )
-    torch.cuda.memory._record_memory_history(stacks="python")
+    record = torch.cuda.memory._record_memory_history
+    record(stacks="python")
     try:
         yield
     finally:
         torch.cuda.memory._dump_snapshot(str(file))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record(enabled=None)
         _log.info("The allocations of the step are in %s.", file)

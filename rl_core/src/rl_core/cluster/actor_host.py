@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import ray
 from ray import cloudpickle
-from ray.experimental.internal_kv import _internal_kv_put, internal_kv_get_gcs_client
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 from rl_core.cluster import orphan_reaper, stacks
 from rl_core.data.process_seed import seed_process
@@ -154,7 +154,7 @@ def _record(error: BaseException) -> Failure:
     )
 
 
-NAMESPACE = "rlcore_batch_progress"
+NAMESPACE = b"rlcore_batch_progress"
 """Its keys are IDs of actors, with which the IDs of their tasks end."""
 
 
@@ -174,7 +174,8 @@ def stored_progress(worker: Any, method: str) -> Iterator[None]:
         while not is_last:
             is_last = ended.wait(1.0)
             if (progress := worker.batch_progress()) is not None:
-                _internal_kv_put(task[16:], f"{task} {progress[0]} {progress[1]}", namespace=NAMESPACE)
+                stored = f"{task} {progress[0]} {progress[1]}".encode()
+                internal_kv_get_gcs_client().internal_kv_put(task[16:].encode(), stored, True, NAMESPACE)
 
     threading.Thread(target=store, name="rlcore-batch-progress", daemon=True).start()
     try:
@@ -187,7 +188,7 @@ def read_progress(tasks: Sequence[str]) -> tuple[int, int] | None:
     """The sum of what these tasks have stored; None if nothing, or if Ray does not answer."""
     keys = [task[16:].encode() for task in tasks]
     try:
-        values = internal_kv_get_gcs_client().internal_kv_multi_get(keys, NAMESPACE.encode(), timeout=1.0).values()
+        values = internal_kv_get_gcs_client().internal_kv_multi_get(keys, NAMESPACE, timeout=1.0).values()
     except ray.exceptions.RpcError:
         return None
     stored = [(int(rows), int(tokens)) for task, rows, tokens in map(bytes.split, values) if task.decode() in tasks]

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import worker as ray_worker
 
+from rl_core.cluster import ray_internals
 from rl_core.errors import RayDiedError
 
 _log = logging.getLogger(__name__)
@@ -38,9 +38,6 @@ class _Daemon:
     pid: int
     logs: Path
 
-    def log_files(self) -> list[Path]:
-        return [file for ending in (".out", ".err") if (file := self.logs / f"{self.name}{ending}").is_file()]
-
 
 @dataclass(frozen=True)
 class _Reporting:
@@ -56,17 +53,13 @@ _thread = threading.local()
 
 
 class DaemonWatch:
-    """Watches the raylet of this process's node, and the GCS server if it is on this host, until `stop`.
+    """Watches the raylet of this process's node, and the GCS server if it is on this host, until `stop`."""
 
-    Args:
-        node: Ray's own record of the node that this process is connected to.
-    """
-
-    def __init__(self, node: Any) -> None:
+    def __init__(self) -> None:
         global _watch
         self.death: str | None = None
         self.noticed = threading.Event()
-        self._daemons = _find(node)
+        self._daemons = _find()
         self._stop_read, self._stop_write = os.pipe()
         self._thread: threading.Thread | None = None
         if self._daemons and hasattr(os, "pidfd_open"):
@@ -105,8 +98,8 @@ class DaemonWatch:
             self._report_death(gone)
 
     def _report_death(self, daemon: _Daemon) -> None:
-        if sys.excepthook is ray_worker.custom_excepthook:  # it reports to the GCS server, and would wait for it
-            sys.excepthook = ray_worker.normal_excepthook
+        if sys.excepthook is ray_internals.worker.custom_excepthook:  # it reports to the GCS server, and would wait for it
+            sys.excepthook = ray_internals.worker.normal_excepthook
         self.death = _text(daemon, _keep_logs(daemon))
         if self.noticed.wait(_NOTICED_S):
             return
@@ -186,7 +179,8 @@ def last_errors(logs: Iterable[Path]) -> str:
     return "".join(f"\n    {line}" for tail in tails for line in tail)
 
 
-def _find(node: Any) -> list[_Daemon]:
+def _find() -> list[_Daemon]:
+    node = ray_internals.connected_node()
     session, logs = str(node.get_session_dir_path()), Path(node.get_logs_dir_path())
     daemons = []
     for process in psutil.process_iter(["name", "cmdline"]):
@@ -202,7 +196,7 @@ def _find(node: Any) -> list[_Daemon]:
 
 def _keep_logs(daemon: _Daemon) -> list[Path]:
     """The daemon's logs, or their copies if the run keeps them."""
-    files = daemon.log_files()
+    files = [file for ending in (".out", ".err") if (file := daemon.logs / f"{daemon.name}{ending}").is_file()]
     if _reporting.logs is None:
         return files
     kept = []

@@ -12,18 +12,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import ray
-from ray._private import ray_constants, services
-from ray._private.node import Node
 from ray.job_config import JobConfig
 
 from rl_core.cluster import daemons, orphan_reaper, placement
+from rl_core.cluster.ray_internals import node, ray_constants, services, state, utils
 from rl_core.errors import RayDiedError, UserError
 from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.rendezvous import interfaces
@@ -69,7 +68,7 @@ class _Runtime:
                 self._connect()
             atexit.register(self.stop)
         self.session = _session()
-        self._watch = daemons.DaemonWatch(ray._private.worker._global_node)
+        self._watch = daemons.DaemonWatch()
 
     def stop(self) -> None:
         global _leases
@@ -166,9 +165,9 @@ def _signal_handlers_kept() -> Iterator[None]:
     """Keep our own handlers from Ray's, which exits with code 15, and its C++ code's, which prints a stack and aborts."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     own = {number: by for number, by in before.items() if callable(by) and not isinstance(by, signal.Handlers)}
-    rays = (lambda _: None) if signal.SIGTERM in own else ray._private.utils.set_sigterm_handler
+    rays = (lambda _: None) if signal.SIGTERM in own else utils.set_sigterm_handler
     try:
-        with patch.object(ray._private.utils, "set_sigterm_handler", rays):
+        with patch.object(utils, "set_sigterm_handler", rays):
             yield
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -195,12 +194,9 @@ def _daemons_as_needed(marker: str) -> Iterator[None]:
     def start(command: Any, *, env: dict[str, str], **settings: Any) -> Any:
         return popen(command, env=env | variables, start_new_session=own_session, **settings)
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False))
-        patches.enter_context(patch.object(services, "ConsolePopen", start))
-        for unused in ("start_monitor", "start_api_server"):
-            if hasattr(Node, unused):
-                patches.enter_context(patch.object(Node, unused, lambda *_, **__: None))
+    unused: dict[str, Any] = dict.fromkeys(("start_monitor", "start_api_server"), lambda *_, **__: None)
+    not_started = patch.multiple(node.Node, create=True, **unused)
+    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.object(services, "ConsolePopen", start), not_started:
         yield
 
 
@@ -228,7 +224,7 @@ def _object_store_bytes() -> int:
 
 def live_nodes() -> list[placement.Node]:
     """The live nodes, the driver's own first."""
-    free: dict[str, dict[str, Any]] = ray._private.state.available_resources_per_node()
+    free: dict[str, dict[str, Any]] = state.available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
     nodes = [
         placement.Node(

@@ -119,8 +119,7 @@ class RayWorkerGroup(WorkerGroup):
             for actor in actors.values():
                 actor.kill()
             raise
-        for one, actor in actors.items():
-            self._actors[one] = actor
+        self._actors = [actors.get(one, actor) for one, actor in enumerate(self._actors)]
 
     def check_others(self) -> None:
         for group in self._cluster.tenants:
@@ -191,12 +190,11 @@ class RayWorkerGroup(WorkerGroup):
             "MASTER_PORT": str(self._contexts[0].master_port),
             **self._env_vars,
         }
-        self._await_start(
-            [
-                actor.build(self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, actor))
-                for rank, actor in actors.items()
-            ]
-        )
+        builds = [
+            actor.build(self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, actor))
+            for rank, actor in actors.items()
+        ]
+        self._await_start(builds)
 
     def _context(self, rank: int, address: str, port: int) -> WorkerContext:
         return WorkerContext(

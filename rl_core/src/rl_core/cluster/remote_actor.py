@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import ray
 from ray import cloudpickle
-from ray.experimental.internal_kv import _internal_kv_del
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.cluster import daemons, orphan_reaper, stacks
+from rl_core.cluster import daemons, orphan_reaper, ray_internals, stacks
 from rl_core.cluster.actor_host import MARKER, NAMESPACE, ActorHost, Failure, Identity
 from rl_core.cluster.ray_runtime import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
@@ -55,7 +55,7 @@ def ray_options(worker_class: Any) -> dict[str, Any]:
         "name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries", "max_concurrency",
         "max_pending_calls", "concurrency_groups", "enable_task_events", "_metadata",
     }  # fmt: skip
-    options = worker_class._default_options
+    options = ray_internals.decorator_options(worker_class)
     return {key: value for key, value in options.items() if key not in decided and value is not None}
 
 
@@ -95,6 +95,7 @@ class RemoteActor:
             .remote(label)
         )
         self._identity_ref = self._handle.identify.remote()
+        self._id: str = self._identity_ref.task_id().hex()[16:]
 
     @property
     def identity(self) -> Identity | None:
@@ -139,7 +140,7 @@ class RemoteActor:
         if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_exited` ends the process
             with suppress(ray.exceptions.RayError):  # it may already be dead
                 ray.kill(self._handle, no_restart=True)
-                _internal_kv_del(self._handle._actor_id.hex(), namespace=NAMESPACE)
+                internal_kv_get_gcs_client().internal_kv_del(self._id.encode(), False, NAMESPACE)
 
     def local_process(self) -> psutil.Process | None:
         """The process, if it is alive and on this host."""
@@ -160,7 +161,7 @@ class RemoteActor:
         if self.identity is not None and self.identity.host == gethostname():
             return self.local_process() is not None
         # The public state API requires the dashboard; this is the table that it reads.
-        row = ray._private.state.actors(self._handle._actor_id.hex())
+        row = ray_internals.state.actors(self._id)
         return bool(row) and row["State"] != "DEAD"
 
     def note_death(self) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -37,7 +36,7 @@ class Bundle:
     node_rank: int
 
 
-class RayVirtualCluster:
+class RayVirtualCluster(AbstractContextManager["RayVirtualCluster"]):
     """Bundles, one per rank, on the nodes of a Ray cluster.
 
     Joins the Ray of this process or of RAY_ADDRESS; without either, starts one on this machine, on the loopback
@@ -140,9 +139,6 @@ class RayVirtualCluster:
             for group in groups:
                 remove_placement_group(group)
         self._lease.release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown()

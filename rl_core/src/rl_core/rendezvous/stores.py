@@ -24,21 +24,19 @@ def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TC
     """
     if not (is_master and is_loopback(ip)):
         return TCPStore(ip, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((ip, port))
-        except OSError as error:
-            raise RuntimeError(f"cannot listen on {ip}:{port}: {error.strerror}") from error
-        # The store closes the socket; detach it so that Python does not close it a second time.
-        return TCPStore(
-            ip,
-            listener.getsockname()[1],
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    try:
+        listener = socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    except OSError as error:
+        raise RuntimeError(f"cannot listen on {ip}:{port}: {error}") from error
+    # The store closes the socket; detach it so that Python does not close it a second time.
+    return TCPStore(
+        ip,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta) -> None:

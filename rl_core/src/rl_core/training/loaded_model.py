@@ -61,7 +61,8 @@ def check_loaded(model: Any, report: Mapping[str, Any], *, name: str, error: typ
     if type(model).__name__.endswith(CLASSIFIER) and CLASSIFIER not in " ".join(model.config.architectures or ()):
         missing.discard("score.weight")
         unused = {key for key in unused if key.startswith(f"{model.base_model_prefix}.")}  # not the LM head
-    wrong = [(key, "unused, although the model has other tensors of this layer") for key in unused if _parent(key) in layers]
+    of_layers = [key for key in unused if key.rpartition(".")[0] in layers]
+    wrong = [(key, "unused, although the model has other tensors of this layer") for key in of_layers]
     for key, stored, needed in report["mismatched_keys"]:
         wrong.append((key, f"has shape {tuple(stored)}, but the model needs {tuple(needed)}"))
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
@@ -154,10 +155,6 @@ def _differ(name: str, one: str, other: str) -> bool:
         with safe_open(path, framework="pt") as file:
             stored |= {key: file.get_tensor(key) for key in {one, other}.intersection(file.keys())}
     return len(stored) == 2 and not stored[one].equal(stored[other])
-
-
-def _parent(tensor: str) -> str:
-    return tensor.rpartition(".")[0]
 
 
 def _error(name: str, wrong: list[tuple[str, str]], error: type[UserError]) -> UserError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from rl_core.errors import WeightSyncError
@@ -146,10 +147,10 @@ def _slices_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, S
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with _CopiesAreViews(), torch.no_grad():
         written: dict[str, torch.Tensor] = revert_weight_conversion(fresh, dict(empty))
-    containers = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    containers = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in empty.items()}
     inside: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in written.items():
-        container = containers.get(tensor.untyped_storage()._cdata)
+        container = containers.get(StorageWeakRef(tensor.untyped_storage()))
         if container is not None:
             inside.setdefault(container, []).append((name, tensor))
     slices: dict[str, Slice] = {}

@@ -278,10 +278,8 @@ def _waits_that_raise() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_BLOCKING]
-        else:
-            os.environ[_BLOCKING] = before
+        del os.environ[_BLOCKING]
+        os.environ.update({} if before is None else {_BLOCKING: before})
 
 
 def _devices_of_all(store: TCPStore, world_size: int, timeout: timedelta) -> list[str]:
