@@ -36,7 +36,7 @@ from schedule_time import simulate
 from sleeping_parts import SLOTS, TRAIN_S, row_seconds
 
 from rl_train.metrics.jsonl import read_jsonl
-from rl_train.rollouts.seeds import SampleStream, rollout_seed
+from rl_train.rollouts.trajectory import SampleStream, rollout_seed
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "grpo_addition.yaml"

@@ -20,10 +20,8 @@ from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.loop import RolloutLoop
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.trajectory import Trajectory
+from rl_train.rollouts.collect import Collector, RolloutLoop
+from rl_train.rollouts.trajectory import SampleStream, Trajectory
 
 MODEL = Path(__file__).parents[1] / "examples" / "addition" / "model"
 REPLICAS, ROWS, TURNS, NEW_TOKENS = 8, 1024, 5, 8

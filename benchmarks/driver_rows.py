@@ -28,7 +28,7 @@ from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
-from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig
 from rl_train.garbage_collection import rare_full_collections
 from rl_train.launch.train import train as train_run

@@ -31,10 +31,9 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.plugins import Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_envs.guess.dataset import GuessNumberDataset
-from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
-from rl_envs.sliding_puzzle.board import legal_moves
-from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
+from rl_envs.guess import GuessNumberDataset
+from rl_envs.reasoning_gym.environment import ReasoningGymDataset
+from rl_envs.sliding_puzzle import SlidingPuzzleDataset, legal_moves
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 

@@ -28,10 +28,9 @@ import yaml
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.plan.memory_plan import MemoryPlan
-from rl_train.plan.planner import plan_memory
+from rl_train.files import parse_size
+from rl_train.plan.planner import MemoryPlan, plan_memory
 from rl_train.plan.suggestions import suggest
-from rl_train.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_vs_measured"

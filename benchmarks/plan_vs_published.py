@@ -2,7 +2,7 @@
 
     python benchmarks/plan_vs_published.py    # writes results/plan_vs_published.json and .md
 
-Needs no GPU and no weights. The figures, and the assumptions in `rl_train/plan/gpus.py`, `rl_train/plan/gpu_time.py` and the
+Needs no GPU and no weights. The figures, and the assumptions in `rl_train/plan/time_plan.py` and the
 engine of `hf`, were chosen before any of them was computed. One assumption was corrected afterwards: at first, all completions
 had the mean length, so complete steps were computed as 0.20 to 0.57 of the published time.
 """
@@ -19,10 +19,8 @@ from typing import Any
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.plan.gpu_time import gpu_planner
-from rl_train.plan.gpus import GPUS
 from rl_train.plan.planner import resolved
-from rl_train.plan.time_plan import plan_time
+from rl_train.plan.time_plan import GPUS, gpu_planner, plan_time
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_published"
 LLAMA = {"model_type": "llama", "max_position_embeddings": 131072, "tie_word_embeddings": False}

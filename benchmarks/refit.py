@@ -32,9 +32,7 @@ from rl_core.weights.receiver import WeightSink
 from rl_core.weights.source import WeightSource
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
-from rl_train.weight_sync.transports.collective import CollectiveTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import ByReferenceTransport, CollectiveTransport, SharedMemoryTransport
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "RLCORE_BENCHMARK_DEVICE"

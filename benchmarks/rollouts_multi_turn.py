@@ -30,14 +30,13 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
-from rl_train.data.decoding import decode_answers
+from rl_train.data.special_tokens import decode_answers
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.drivers import TurnFormatter
 from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.rollouts.seeds import SampleStream, rollout_seed
-from rl_train.rollouts.trajectory import Trajectory
-from rl_train.rollouts.turns import TurnFormatter
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, rollout_seed
 
 MODEL = Path(__file__).parents[1] / "examples" / "addition" / "model"
 TURNS = 4

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from cpu_time import cpu_seconds
 
+from rl_envs.code.environment import SuiteRunner
 from rl_envs.code.suites import read_suite
-from rl_envs.code.testing import SuiteRunner
 from rl_sandbox.interface import Outcome
 from rl_sandbox.levels import Level
 from rl_sandbox.local import LocalSandbox

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlcore_cli.watch.live_page import LivePage
+from rlcore_cli.watch import LivePage
 
 METRICS = 66
 ROWS = 4

@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rl_core.old_paths import NEW_PATHS
+
 DOCS = Path(__file__).parent
 SNAPSHOT = DOCS / "api_snapshot.txt"
 _RAY_ARGUMENT = "_ray_trace_ctx"
@@ -33,14 +35,21 @@ def api_snapshot() -> str:
                 lines.update(_describe(f"{module}.{name}", value))
     hooks = importlib.import_module("rl_core.plugins.hookspecs")
     lines.update(line for name in vars(hooks) if name.startswith("rlcore_") for line in _describe(name, getattr(hooks, name)))
-    capability = importlib.import_module("rl_core.plugins.capabilities").Capability
+    capability = importlib.import_module("rl_core.plugins.component").Capability
     lines.update(_describe("Capability", capability))
     return "\n".join(sorted(lines)) + "\n"
 
 
 def breaks(snapshot: str, current: str) -> list[str]:
     """The lines of a snapshot that the present API does not have: what was removed, or has another signature."""
-    return sorted(set(snapshot.splitlines()) - set(current.splitlines()))
+    lines = set(current.splitlines())
+    return sorted(line for line in snapshot.splitlines() if line not in lines and _with_new_path(line) not in lines)
+
+
+def _with_new_path(line: str) -> str:
+    """A line about a module that has moved, as it is at the new path."""
+    old = max((old for old in NEW_PATHS if line.startswith(f"{old}.")), key=len, default=None)
+    return line if old is None else NEW_PATHS[old] + line.removeprefix(old)
 
 
 def shown_paths() -> Iterator[str]:
@@ -102,4 +111,6 @@ def _signature(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    SNAPSHOT.write_text(api_snapshot(), encoding="utf-8")
+    current = set(api_snapshot().splitlines())
+    moved = {line for line in SNAPSHOT.read_text(encoding="utf-8").splitlines() if _with_new_path(line) in current}
+    SNAPSHOT.write_text("\n".join(sorted(current | moved)) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from tempfile import TemporaryDirectory
 
-from rl_core.interfaces.weights import WeightTransport
+from rl_core.interfaces.policy import WeightTransport
 
 
 class AcmeFiles(WeightTransport):

@@ -18,7 +18,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker, StepResult
 from rl_core.weights.manifest import split_into_buckets
 from rl_train.launch.train import train
-from rl_train.metrics.recorder import Recorder
+from rl_train.metrics.measured import Recorder
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "addition" / "model"
@@ -400,7 +400,7 @@ def _counting(ledger: Ledger) -> Iterator[None]:
             "rl_backends_hf.generation.HFGenerationWorker": CountingEngine,
             "rl_core.dispatch.worker_facade.local_device": lambda: "cuda",
             "rl_train.assembly.workers.local_device": lambda: "cuda",
-            "rl_train.metrics.recorder.Recorder.timed": named,
+            "rl_train.metrics.measured.Recorder.timed": named,
             "rl_train.weight_sync.synchronizer.WeightSynchronizer.sync": synced,
         }.items():
             stack.enter_context(mock.patch(target, replacement))

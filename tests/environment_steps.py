@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_core.environments.step_results import environment_return
+from rl_core.environments.scorer import environment_return
 from rl_core.testing.outputs import environment as environment_checks
 
 

@@ -7,7 +7,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker import GlobalCounts
 from rl_core.interfaces.worker_context import WorkerContext
 

@@ -20,9 +20,8 @@ from typing import Any
 
 import frozen_lake
 
-from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
-from rl_envs.sliding_puzzle.board import format_board, legal_moves, moved, solved
-from rl_envs.sliding_puzzle.dataset import QUESTION
+from rl_envs.reasoning_gym.environment import ReasoningGymDataset
+from rl_envs.sliding_puzzle import QUESTION, format_board, legal_moves, moved, solved
 from rl_envs.tools.environment import ToolsEnvironment
 
 Record = Mapping[str, Any]

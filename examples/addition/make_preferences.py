@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
+from rl_envs.arithmetic import ArithmeticDataset, add_without_carrying
 
 
 def preferences(split: str, number: int) -> Iterator[dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig
 
 

@@ -5,7 +5,7 @@
 With exponent 0 the weight of an answer is proportional to its length; with 1 all answers have the same weight.
 """
 
-from rl_core.interfaces.loss import LossFunction, LossType
+from rl_core.interfaces.policy import LossFunction, LossType
 
 
 class LengthNormalisedLoss(LossFunction):

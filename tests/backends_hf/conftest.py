@@ -17,7 +17,7 @@ from policy_cases import NLL, SGD, TINY_SHAPE, counts_of, largest_relative_error
 
 from rl_backends_hf.config import HFConfig, HFPolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import WorkerContext
 
 __all__ = ["NLL", "SGD", "counts_of", "largest_relative_error", "make_rows", "plain_logprobs"]

@@ -22,7 +22,7 @@ from rank_processes import fork_ranks
 
 from rl_backends_hf.model_options import HFConfig
 from rl_backends_hf.parallel import FullyShard, load_sharded
-from rl_backends_hf.scoring.scalar_head import ValueScoring
+from rl_backends_hf.scoring.scoring_model import ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import local
 

@@ -8,8 +8,8 @@ import transformers
 from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf import HuggingFaceGeneration
-from rl_backends_hf.sampling.cache_budget import CacheBudget
 from rl_backends_hf.sampling.decode_loop import DecodeLoop
+from rl_backends_hf.sampling.kv_cache import CacheBudget
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_core.data.batched_data_dict import BatchedDataDict
 

@@ -13,7 +13,7 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.model import load_model
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_envs.reward_model.scorer import load_reward_model
+from rl_envs.reward_model import load_reward_model
 
 
 def overwrite(folder):

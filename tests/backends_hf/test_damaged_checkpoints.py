@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, models
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import CheckpointError
-from rl_train.checkpoints.damage import verify_checkpoint
-from rl_train.checkpoints.manifest import _own_digest, read_manifest, write_manifest
+from rl_train.checkpoints.manifest import _own_digest, read_manifest, verify_checkpoint, write_manifest
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
 

@@ -6,7 +6,7 @@ import transformers
 
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, NLLLossFn
 
 CONFIGS = {

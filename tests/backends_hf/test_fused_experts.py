@@ -8,8 +8,7 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import NLLLossFn
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import ByReferenceTransport, SharedMemoryTransport
 
 SIZES = {
     "vocab_size": 60,

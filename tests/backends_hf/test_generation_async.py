@@ -178,7 +178,7 @@ def refitted(folder, tmp_path):
     from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
-    from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
+    from rl_train.weight_sync.transports import ByReferenceTransport
 
     with torch.random.fork_rng():
         torch.manual_seed(77)
@@ -240,7 +240,7 @@ def test_each_token_of_a_row_that_spans_three_refits_has_the_version_whose_weigh
     from rl_backends_hf import HuggingFacePolicy
     from rl_train.algorithms.losses import NLLLossFn
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
-    from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+    from rl_train.weight_sync.transports import SharedMemoryTransport
 
     policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
     engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE)

@@ -63,7 +63,7 @@ def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights
     from rl_backends_hf.policy import HuggingFacePolicy
     from rl_train.algorithms.losses import NLLLossFn
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
-    from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
+    from rl_train.weight_sync.transports import ByReferenceTransport
 
     other = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(model_folder("llama-tied")), dtype=torch.float32

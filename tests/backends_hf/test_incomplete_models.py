@@ -18,7 +18,7 @@ from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.model import load_model
 from rl_core.errors import CheckpointError, UserError, WorkerError
 from rl_core.training.loaded_model import check_files
-from rl_envs.reward_model.scorer import load_reward_model
+from rl_envs.reward_model import load_reward_model
 
 LAYER = "model.layers.1.mlp.down_proj.weight"
 DAMAGES = {

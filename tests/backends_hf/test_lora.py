@@ -13,20 +13,19 @@ from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
-from rl_backends_hf.training import reference as reference_room
+from rl_backends_hf.training import step as reference_room
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
 from rl_core.rendezvous.interfaces import free_port
 from rl_core.weights.fingerprint import tensor_digest
 from rl_envs import ArithmeticEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import GRPOTrainer, NLLLossFn, SFTTrainer
 from rl_train.config.loader import load_config
 from rl_train.launch import train as launch
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import ByReferenceTransport, SharedMemoryTransport
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "addition" / "model")

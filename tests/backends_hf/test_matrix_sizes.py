@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.metrics.model_flops import ModelFlops
+from rl_train.metrics.measured import ModelFlops
 
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: addmm_flop(_, left, right)}
 """torch does not count products that are added in place, as the gradient of the LM head is."""

@@ -16,7 +16,7 @@ from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.model import DTYPES, load_model, model_without_weights
 from rl_backends_hf.parallel import FullyShard
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
-from rl_backends_hf.sampling.cache_budget import token_bytes
+from rl_backends_hf.sampling.kv_cache import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.backend import WorkerContext

@@ -7,11 +7,11 @@ import torch
 from policy_cases import LargestTensor, plain_distributions, plain_model
 
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_backends_hf.scoring.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
+from rl_backends_hf.scoring.token_scoring import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_core.errors import DataError, NotSupportedError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_train.algorithms import DistillationLossFn
-from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
+from rl_train.algorithms.losses.config import DistillationLossConfig
 
 K = 5
 MICROBATCHING = {

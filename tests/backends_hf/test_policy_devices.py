@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from rl_backends_hf.training.host_memory import HostMemory
-from rl_backends_hf.training.master_weights import MasterWeights
+from rl_backends_hf.training.optimizer import HostMemory, MasterWeights
 from rl_backends_hf.training.training_state import TrainingState, _empty_like_stored
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig

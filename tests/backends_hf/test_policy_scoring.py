@@ -4,10 +4,9 @@ import transformers
 from policy_cases import LargestTensor, plain_model
 
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_backends_hf.scoring.lm_head import LogitTransform, chunked_token_logprobs
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scoring_model import packed_input
-from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.scoring.token_scoring import LogitTransform, TokenScoring, chunked_token_logprobs
 from rl_core.errors import NotSupportedError
 
 MICROBATCHING = {

@@ -7,8 +7,7 @@ import transformers
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig, HFPolicyConfig
 from rl_backends_hf.model import exact_weights
-from rl_backends_hf.training.master_weights import MasterWeights
-from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.optimizer import MasterWeights, build_optimizer
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError, ConfigError, NonFiniteError, NotSupportedError, UserError

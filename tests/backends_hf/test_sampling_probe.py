@@ -7,9 +7,8 @@ import torch
 import transformers
 
 from rl_backends_hf import HuggingFaceGeneration
-from rl_backends_hf.sampling import sampling_probe
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
-from rl_backends_hf.sampling.sampling_probe import probe_sampling
+from rl_backends_hf.sampling import sampler as sampler_module
+from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings, probe_sampling
 from rl_backends_hf.sampling.token_choice import SamplingParameters
 from rl_core.errors import NotSupportedError, WorkerError
 
@@ -67,14 +66,14 @@ def test_a_wrong_position_or_mask_in_a_decoding_step_is_found(mistake, monkeypat
 @pytest.fixture
 def compared(monkeypatch):
     """The rows that were compared: length and number of sampled tokens of each."""
-    rows, compare = [], sampling_probe._largest_difference
+    rows, compare = [], sampler_module._largest_difference
 
     def recorded(sampler, output):
         lengths = output["unpadded_sequence_lengths"], output["generation_lengths"]
         rows.extend(zip(*(each.tolist() for each in lengths), strict=True))
         return compare(sampler, output)
 
-    monkeypatch.setattr(sampling_probe, "_largest_difference", recorded)
+    monkeypatch.setattr(sampler_module, "_largest_difference", recorded)
     return rows
 
 

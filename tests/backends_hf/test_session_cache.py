@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rl_backends_hf.sampling.session_cache import SessionCache
+from rl_backends_hf.sampling.rows import SessionCache
 
 BYTES_PER_TOKEN = 8
 

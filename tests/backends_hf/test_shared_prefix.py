@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.cpu_attention import cpu_sdpa, use_cpu_sdpa
+from rl_backends_hf.cpu_attention import cpu_sdpa, share_prefixes, use_cpu_sdpa
 from rl_backends_hf.scoring.scoring_model import padded_input, shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.shared_prefix_layout import share_prefixes
 from rl_backends_hf.training.prefix_support import why_not_shared
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import DPOLossFn

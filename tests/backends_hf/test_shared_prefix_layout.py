@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_backends_hf.shared_prefix_layout import share_prefixes
+from rl_backends_hf.cpu_attention import share_prefixes
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.shared_prefix import computed_tokens, prefix_groups
 from rl_core.errors import DataError

@@ -16,8 +16,8 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError, WorkerError
 from rl_train.algorithms import NLLLossFn
-from rl_train.algorithms.sft_config import SFTConfig
-from rl_train.assembly.model_checks import tokenizer_warnings
+from rl_train.algorithms.supervised_configs import SFTConfig
+from rl_train.assembly.checks import tokenizer_warnings
 from rl_train.config.schema import DataConfig, LossConfig, RunConfig
 
 

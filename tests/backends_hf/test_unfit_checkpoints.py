@@ -9,7 +9,7 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError
 from rl_core.weights.disk import first_non_finite
-from rl_train.checkpoints.damage import verify_checkpoint
+from rl_train.checkpoints.manifest import verify_checkpoint
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore, Retention
 from rl_train.errors import DiskFullError

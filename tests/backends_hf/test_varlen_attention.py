@@ -11,9 +11,9 @@ import torch
 import transformers
 from simulated_gpu import SimulatedGpu
 
+from rl_backends_hf.cpu_attention import share_prefixes
 from rl_backends_hf.scoring.scoring_model import packed_input, shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.shared_prefix_layout import share_prefixes
 from rl_backends_hf.training.prefix_support import why_not_plain
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows, attend_packed, varlen_attention

@@ -21,7 +21,7 @@ from policy_cases import (
 )
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 
 __all__ = [
     "NLL",

@@ -36,7 +36,7 @@ from rank_processes import fork_ranks
 from transformers import AutoConfig
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
-from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from rl_backends_megatron.scoring import vocab_parallel_logprobs, vocab_parallel_topk
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.errors import NonFiniteError
 from rl_core.rendezvous.interfaces import free_port

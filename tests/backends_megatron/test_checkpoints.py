@@ -16,7 +16,7 @@ def read(out, saved, precision, file):
 
 
 def test_fused_adam_on_gpus_finds_its_step_counts_on_the_device_of_the_weights():
-    from rl_backends_megatron.optimizer_state import init_state, separate_step_counters
+    from rl_backends_megatron.optimizer import init_state, separate_step_counters
 
     weight = torch.zeros(3, device="meta")
     megatron = types.SimpleNamespace(optimizer=torch.optim.AdamW([weight.requires_grad_()]))

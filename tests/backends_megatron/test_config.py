@@ -144,7 +144,7 @@ def hf(**fields):
     ],
 )
 def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(model, fields, world, says):
-    from rl_backends_megatron.checks import check_compatibility
+    from rl_backends_megatron.config import check_compatibility
 
     with pytest.raises(ConfigError, match=says):
         check_compatibility(hf(**model), policy(**fields).megatron_cfg, world_size=world, on_gpu=False)
@@ -160,13 +160,13 @@ def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(mod
     ],
 )
 def test_a_division_that_the_model_allows_is_accepted(fields, world):
-    from rl_backends_megatron.checks import find_incompatibilities
+    from rl_backends_megatron.config import find_incompatibilities
 
     assert find_incompatibilities(hf(), policy(**fields).megatron_cfg, world_size=world, on_gpu=False) == []
 
 
 def test_all_reasons_are_given_at_once():
-    from rl_backends_megatron.checks import check_compatibility
+    from rl_backends_megatron.config import check_compatibility
 
     with pytest.raises(ConfigError) as error:
         check_compatibility(

@@ -4,7 +4,7 @@ import megatron_cases as cases
 import pytest
 
 from rl_backends_hf.matrix_sizes import matrix_sizes as sizes_of_model
-from rl_backends_megatron.matrix_sizes import matrix_sizes
+from rl_backends_megatron.model import matrix_sizes
 
 pytestmark = pytest.mark.megatron
 

@@ -17,9 +17,9 @@ from ray import cloudpickle
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WorkerDiedError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_envs import ArithmeticEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
+from rl_envs.arithmetic import ArithmeticDataset, add_without_carrying
 from rl_train.algorithms import (
     DistillationTrainer,
     DPOTrainer,

@@ -9,7 +9,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import NLLLossFn
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import SharedMemoryTransport
 
 pytestmark = [
     pytest.mark.megatron,

@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from openai_servers import KEY, MODEL, Script, complete, engine_of, listening
 
-from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.serving import create_app
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ from starlette.routing import Route
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.generation import OpenAIGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.serving import create_app
 from rl_serve.weights_api import WeightUpdates
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"

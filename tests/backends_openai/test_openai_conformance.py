@@ -4,7 +4,7 @@ from openai_servers import ADMIN, KEY, updatable
 
 from rl_core.testing import GenerationConformance, xfail
 from rl_core.testing.generation import LIMIT
-from rl_core.testing.reference.model import make_weights, save_model
+from rl_core.testing.reference import make_weights, save_model
 
 
 class TestOpenAI(GenerationConformance):

@@ -21,7 +21,7 @@ from rl_serve.update_options import EXTENSION, UpdateOptions, vllm_command
 from rl_train.launch.train import train
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.disk import DiskTransport
+from rl_train.weight_sync.transports import DiskTransport
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 FORGETFUL = """
 from rl_backends_vllm.refit import VllmWeightReceiver
-from rl_backends_vllm.server_extension import ServerWeights
+from rl_backends_vllm.refit import ServerWeights
 
 repack, is_stale = VllmWeightReceiver._repack_tied_heads, VllmWeightReceiver._is_stale
 

@@ -30,14 +30,14 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.http import HttpError
-from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_proxy_app
 from rl_serve.settings import BackendSection
 from rl_serve.weights_api import PATHS
 from rl_train.launch.train import train
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.disk import DiskTransport
+from rl_train.weight_sync.transports import DiskTransport
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rl_backends_vllm import VllmGeneration, async_engine
 from rl_backends_vllm.async_engine import AsyncEngine
 from rl_core.errors import EngineDiedError, WorkerDiedError
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -29,11 +29,11 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_backends_vllm.async_engine import SHUTDOWN_TIMEOUT_S
 from rl_core.cluster import RayVirtualCluster
-from rl_core.cluster.deadlines import Deadlines
+from rl_core.cluster.worker_group import Deadlines
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import SharedMemoryTransport
 
 pytestmark = pytest.mark.vllm
 

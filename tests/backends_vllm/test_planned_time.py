@@ -4,9 +4,9 @@ import pytest
 import transformers
 from tiny_models import make_model
 
-from rl_backends_vllm import planned_time
+from rl_backends_vllm import planned as planned_module
 from rl_backends_vllm.config import VllmConfig
-from rl_backends_vllm.planned_time import EngineTime
+from rl_backends_vllm.planned import EngineTime
 from rl_core.config.section import Devices
 from rl_core.errors import NotSupportedError
 
@@ -25,7 +25,7 @@ def planned(monkeypatch, tmp_path):
         given.update(sizes)
         return MEASURED
 
-    monkeypatch.setattr(planned_time, "_measured_elsewhere", measured)
+    monkeypatch.setattr(planned_module, "_measured_elsewhere", measured)
 
     def predict(*, rows=8, prompts=2, prompt=200, completion=10, **vllm_cfg):
         config = VllmConfig(model_name=str(tmp_path), vllm_cfg={"max_model_len": 512, "precision": "float32", **vllm_cfg})
@@ -52,13 +52,13 @@ def test_what_cannot_be_timed_is_refused_with_the_reason(monkeypatch, planned):
     monkeypatch.undo()
     config = VllmConfig(model_name="nowhere", python="/no/such/python")
     with pytest.raises(NotSupportedError, match="did not start"):
-        planned_time._measured_elsewhere(config, rows=1, prompt=1, cached=1)
+        planned_module._measured_elsewhere(config, rows=1, prompt=1, cached=1)
 
 
 @pytest.mark.slow
 def test_a_small_engine_is_timed_in_its_own_process(tmp_path):
     model = make_model(tmp_path, "llama-tied", num_hidden_layers=3)
     config = VllmConfig(model_name=model, vllm_cfg={"precision": "float32"}).for_devices(DEVICES)
-    measured = planned_time._measured_elsewhere(config, rows=4, prompt=8, cached=300)
+    measured = planned_module._measured_elsewhere(config, rows=4, prompt=8, cached=300)
     assert set(measured) == set(MEASURED)
     assert 0 < measured["step_layer"] < measured["step"] < 1

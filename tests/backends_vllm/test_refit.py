@@ -16,7 +16,7 @@ from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WeightSyncError
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -22,10 +22,8 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WorkerError
 from rl_train.weight_sync.canary import make_canary
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.collective import CollectiveTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
+from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TRANSPORTS = {"shared_memory": SharedMemoryTransport, "collective": CollectiveTransport}

@@ -151,7 +151,7 @@ def test_a_config_without_an_engine_says_how_to_name_one(config, tmp_path):
 
 def test_the_command_imports_nothing_heavy_before_it_runs():
     code = (
-        "import sys, rlcore_cli.check_logprobs, rlcore_cli.diagnose\n"
+        "import sys, rlcore_cli.check_model, rlcore_cli.check_model\n"
         "print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)

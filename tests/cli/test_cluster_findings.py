@@ -9,13 +9,11 @@ from command_line import rlcore
 
 from rl_core.cluster.placement import Node
 from rl_core.cluster.ray_runtime import RayLease
-from rl_core.config.cluster_section import ResourcesConfig
+from rl_core.config.section import ResourcesConfig
 from rl_core.errors import DeadlineExceededError, UserError
 from rl_core.rendezvous.interfaces import free_port
-from rlcore_cli.cluster_check.findings import findings_of
-from rlcore_cli.cluster_check.node_probe import NodeProbe, digest, report
-from rlcore_cli.cluster_check.nodes import Survey
-from rlcore_cli.cluster_check.questions import Questions, questions_of
+from rlcore_cli.cluster_check.command import findings_of
+from rlcore_cli.cluster_check.nodes import NodeProbe, Questions, Survey, digest, questions_of, report
 
 ADDITION = Path(__file__).parents[2] / "examples" / "grpo_addition.yaml"
 FIRST, SECOND = "10.0.0.1", "10.0.0.2"

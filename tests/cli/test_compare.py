@@ -8,8 +8,7 @@ import sys
 import pytest
 from command_line import rlcore
 
-from rlcore_cli.compare.comparison import compare_runs
-from rlcore_cli.compare.terminal import better_runs
+from rlcore_cli.compare import better_runs, compare_runs
 from rlcore_cli.report.run_folder import read_run_folder
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from rlcore_cli.machine import instruction_lines
+from rlcore_cli.doctor import instruction_lines
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_without_a_run_folder_nothing_is_written_and_the_table_is_all(config, tm
 
 
 TWO_TASKS = """
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 
 
 class TwoTasks(ArithmeticDataset):
@@ -325,7 +325,7 @@ class TwoTasks(ArithmeticDataset):
         return {**super().__getitem__(index), "task_name": ("silent", "sums")[index % 2]}
 """
 SILENT = """
-from rl_envs.arithmetic.environment import ArithmeticEnvironment
+from rl_envs.arithmetic import ArithmeticEnvironment
 
 
 class Silent(ArithmeticEnvironment):

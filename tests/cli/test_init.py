@@ -12,7 +12,7 @@ import yaml
 from command_line import rlcore
 
 from rlcore_cli.starter.config_values import Starter, comments, config_values
-from rlcore_cli.starter.row_format import has_system_messages, recognize
+from rlcore_cli.starter.data_file import has_system_messages, recognize
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 SUMS = [(a, a + 7, 2 * a + 7) for a in range(10, 60)]

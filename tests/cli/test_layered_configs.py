@@ -72,7 +72,7 @@ def server_files(folder, monkeypatch):
 def test_the_weather_config_is_valid_over_the_packaged_base_with_weight_updates(rlcore):
     code, out, err = rlcore("validate", "--config", "grpo.yaml", "--config", "grpo_weather.yaml", "weight_updates.yaml")
     assert (code, err) == (0, "")
-    assert "env         weather (rl_envs.weather.environment.WeatherEnvironment)" in out
+    assert "env         weather (rl_envs.weather.WeatherEnvironment)" in out
     assert "generation  openai, up to 512 new tokens" in out
     assert "an-admin-key" not in out
 
@@ -184,9 +184,7 @@ def test_a_path_and_a_short_path_are_refused(folder):
 
 
 def test_environments_and_data_of_a_file_replace_those_of_the_packaged_configs(folder):
-    (folder / "task.yaml").write_text(
-        MY_TASK.replace("my_environment.MyEnvironment", "rl_envs.weather.environment.WeatherEnvironment")
-    )
+    (folder / "task.yaml").write_text(MY_TASK.replace("my_environment.MyEnvironment", "rl_envs.weather.WeatherEnvironment"))
     given = [f"++policy.model_name={MODEL}", "++data.train_data_path=train.jsonl", "++data.train.input_key=problem"]
     assert [*load_config(["grpo.yaml", "task.yaml"], given).run.env] == ["my_task"]
     row = {"dataset_name": "jsonl", "path": "train.jsonl", "input_key": "problem", "response_key": "expected_answer"}

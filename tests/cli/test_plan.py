@@ -11,10 +11,10 @@ from rl_core.errors import NotSupportedError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.plan import time_plan, warning
-from rl_train.plan.gpus import GPUS
-from rl_train.plan.rows import microbatch, with_shared_prefixes
-from rl_train.sizes import parse_size
+from rl_train.files import parse_size
+from rl_train.plan import suggestions, time_plan
+from rl_train.plan.planner import microbatch, with_shared_prefixes
+from rl_train.plan.time_plan import GPUS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo_addition.yaml"
@@ -271,9 +271,9 @@ def test_sizes_have_binary_and_decimal_units():
 def test_a_run_that_is_too_large_for_the_machine_is_warned_about(monkeypatch, caplog):
     registry = Registry(discover())
     run = load_config(GRPO, [IN_PROCESS], registry=registry).run
-    monkeypatch.setattr(warning, "available_memory", lambda: 2**29)
+    monkeypatch.setattr(suggestions, "available_memory", lambda: 2**29)
     with caplog.at_level(logging.WARNING):
-        warning.warn_if_too_large(run, registry)
+        suggestions.warn_if_too_large(run, registry)
     [record] = caplog.records
     assert "512.0 MiB are available" in record.getMessage()
     assert "phase train" in record.getMessage()
@@ -282,6 +282,6 @@ def test_a_run_that_is_too_large_for_the_machine_is_warned_about(monkeypatch, ca
 def test_a_small_run_is_not_planned_before_it_starts(monkeypatch):
     registry = Registry(discover())
     run = load_config(GRPO, [IN_PROCESS], registry=registry).run
-    monkeypatch.setattr(warning, "available_memory", lambda: 2**35)
-    monkeypatch.setattr(warning, "plan_memory", lambda *_, **__: pytest.fail("planned"))
-    warning.warn_if_too_large(run, registry)
+    monkeypatch.setattr(suggestions, "available_memory", lambda: 2**35)
+    monkeypatch.setattr(suggestions, "plan_memory", lambda *_, **__: pytest.fail("planned"))
+    suggestions.warn_if_too_large(run, registry)

@@ -16,7 +16,7 @@ from command_line import rlcore
 from huggingface_hub import constants
 
 from rl_train.launch.train import train
-from rlcore_cli.publishing.model_card import model_card
+from rlcore_cli.publishing import model_card
 from rlcore_cli.report.run_folder import read_run_folder
 
 ROOT = Path(__file__).parents[2]

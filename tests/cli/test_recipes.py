@@ -9,7 +9,7 @@ import yaml
 from command_line import rlcore
 
 from rl_core.errors import UserError
-from rlcore_cli.starter.recipe import Hardware, parse_hardware
+from rlcore_cli.starter.config_values import Hardware, parse_hardware
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "addition" / "model"
 MODELS = {

@@ -12,8 +12,7 @@ import pytest
 from command_line import rlcore
 
 from rl_core.errors import DataError
-from rlcore_cli.report.command import report
-from rlcore_cli.report.ending import ending_of
+from rlcore_cli.report.page import ending_of, report
 from rlcore_cli.report.run_folder import read_run_folder
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \" ' & \u2028 {{ 7 * 7 }}"

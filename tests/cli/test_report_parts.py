@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rl_train.metrics.jsonl import iter_jsonl
-from rlcore_cli.report.chart import Line, line_chart, stacked_chart
+from rlcore_cli.report.chart import Line, format_number, line_chart, moving_mean, nice_ticks, padded_range, stacked_chart, thin
 from rlcore_cli.report.panels import PANELS, better, choose_panels
 from rlcore_cli.report.rollouts import sample_rollouts, token_pieces
 from rlcore_cli.report.run_folder import read_run_folder
-from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
 
 
 def axis(svg, kind):

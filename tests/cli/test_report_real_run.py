@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_train.config.dotted_keys import leaves
-from rlcore_cli.report.ending import ending_of
-from rlcore_cli.report.page import render
+from rl_train.config.values import leaves
+from rlcore_cli.report.page import ending_of, render
 from rlcore_cli.report.rollouts import sample_rollouts
 from rlcore_cli.report.run_folder import read_run_folder
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from rl_train.checkpoints.time_limit import TimeLimit
-from rl_train.config.durations import parse_duration
+from rl_train.checkpoints.store import TimeLimit
+from rl_train.config.schema import parse_duration
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.launch.stopping import StopSignals
 from rlcore_cli.main import main

@@ -85,8 +85,8 @@ DEEP = {
         "policy.generation.eos_token_id: eos_token_id is 3, but the end-of-sequence tokens of the model are [1]",
     ),
     "a plugin that cannot be imported": (
-        {"logger": {"loggers": {"rl_train.metrics.mlflow.Missing": {}}}},
-        "logger.loggers.rl_train.metrics.mlflow.Missing",
+        {"logger": {"loggers": {"rl_train.metrics.logger.Missing": {}}}},
+        "logger.loggers.rl_train.metrics.logger.Missing",
     ),
 }
 

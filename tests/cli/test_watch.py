@@ -18,8 +18,7 @@ from command_line import rlcore
 from rl_train.metrics.jsonl import JsonlTail
 from rl_train.metrics.progress import PROGRESS
 from rl_train.run_folders.run_names import newest_run
-from rlcore_cli.watch.live_page import LivePage
-from rlcore_cli.watch.server import WatchServer
+from rlcore_cli.watch import LivePage, WatchServer
 
 HOSTILE = "</script><script>document.body.dataset.owned=1</script><img src=x onerror='document.body.dataset.owned=1'>"
 RUNNING = {"status": {"state": "running", "pid": os.getpid(), "host": socket.gethostname()}}

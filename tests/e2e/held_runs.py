@@ -30,7 +30,7 @@ TRAPPED = textwrap.dedent(
     if "rl_train.launch.train" in sys.modules:  # the driver
         from rl_core.dispatch.policy import DistributedPolicy
         from rl_train.checkpoints import store
-        from rl_train.rollouts.evaluate import Evaluation
+        from rl_train.rollouts.evaluation import Evaluation
         from rl_train.weight_sync.synchronizer import WeightSynchronizer
         trap(DistributedPolicy, "train", "train", after=True)  # weights have changed, and rollouts are in progress
         trap(WeightSynchronizer, "_prove_fingerprint", "refit")

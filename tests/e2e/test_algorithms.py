@@ -8,7 +8,7 @@ import torch
 from e2e_runs import MODEL, merged, metrics_of
 
 from rl_envs import ArithmeticEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying
+from rl_envs.arithmetic import ArithmeticDataset, add_without_carrying
 from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from e2e_runs import MODEL, metrics_of
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_envs import ArithmeticEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import DistillationTrainer
 from rl_train.launch.train import train
 

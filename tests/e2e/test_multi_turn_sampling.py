@@ -11,8 +11,7 @@ from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 TURNS = (1, 3, 2, 3, 1, 2)

@@ -13,11 +13,11 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_envs import ArithmeticEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import MseValueLossFn, PPOTrainer
-from rl_train.algorithms.critic import compute_gae_targets, critic_rows
-from rl_train.algorithms.epochs import train_epochs
-from rl_train.algorithms.ppo_config import GAEConfig
+from rl_train.algorithms.policy_configs import GAEConfig
+from rl_train.algorithms.ppo import compute_gae_targets, critic_rows
+from rl_train.algorithms.sft import train_epochs
 from rl_train.launch import train as launch
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ from rl_core.interfaces import (
 )
 from rl_core.rendezvous.interfaces import free_port
 from rl_envs import ArithmeticEnvironment, MathEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train import diagnostics
 from rl_train.algorithms import DPOLossFn, DPOTrainer, GRPOLossFn, GRPOTrainer, NLLLossFn
 from rl_train.data import BatchedDataLoader

@@ -16,7 +16,7 @@ from rl_core.errors import CheckpointWriteError
 from rl_train.checkpoints.published_files import carry_over_tokenizer
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.data.processors import load_policy_tokenizer
 
 _GREETING = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _WITH_SWITCH = _GREETING + "{% if thinking %}<think>{% endif %}"

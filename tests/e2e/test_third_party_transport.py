@@ -5,8 +5,7 @@ from acme_transport import AcmeFiles
 from e2e_runs import metrics_of
 
 from rl_core.errors import MissingCapabilityError
-from rl_train.weight_sync.transport_choice import choose_transport
-from rl_train.weight_sync.transports.collective import CollectiveTransport
+from rl_train.weight_sync.transports import CollectiveTransport, choose_transport
 
 
 def test_a_run_refits_hf_from_hf_over_a_transport_of_a_plugin(train_here, tmp_path):

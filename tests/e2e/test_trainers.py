@@ -11,10 +11,15 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_envs import ArithmeticEnvironment
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
-from rl_train.algorithms.losses.config import CISPOLossConfig, ClippedPGLossConfig, DrGRPOLossConfig, GSPOLossConfig
-from rl_train.algorithms.losses.preference_config import DPOLossConfig
+from rl_train.algorithms.losses.config import (
+    CISPOLossConfig,
+    ClippedPGLossConfig,
+    DPOLossConfig,
+    DrGRPOLossConfig,
+    GSPOLossConfig,
+)
 from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow

@@ -3,12 +3,12 @@
 import pytest
 
 from rl_core.testing.outputs.environment import metrics_checked
-from rl_envs.arithmetic.environment import ArithmeticEnvironment
-from rl_envs.guess.environment import GuessNumberEnvironment
+from rl_envs.arithmetic import ArithmeticEnvironment
+from rl_envs.guess import GuessNumberEnvironment
 from rl_envs.math.environment import MathEnvironment
-from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+from rl_envs.sliding_puzzle import SlidingPuzzleEnvironment
 from rl_envs.tools.environment import ToolsEnvironment
-from rl_envs.weather.environment import WeatherEnvironment
+from rl_envs.weather import WeatherEnvironment
 
 
 @pytest.mark.parametrize("weight", [0.1, -1.0, 10.0])

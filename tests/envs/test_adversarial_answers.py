@@ -5,13 +5,13 @@ import json
 import pytest
 from environment_steps import step_checked
 
-from rl_envs.arithmetic.environment import ArithmeticEnvironment
-from rl_envs.guess.environment import GuessNumberEnvironment
-from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
+from rl_envs.arithmetic import ArithmeticEnvironment
+from rl_envs.guess import GuessNumberEnvironment
+from rl_envs.instruction_following import InstructionFollowingEnvironment
 from rl_envs.reasoning_gym.environment import read_answer
-from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+from rl_envs.sliding_puzzle import SlidingPuzzleEnvironment
 from rl_envs.tools.environment import ToolsEnvironment
-from rl_envs.weather.environment import WeatherEnvironment
+from rl_envs.weather import WeatherEnvironment
 
 NUMBER = 42
 LONG = 100_000

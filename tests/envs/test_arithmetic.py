@@ -10,8 +10,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.arithmetic.dataset import ArithmeticDataset, add_without_carrying, is_held_out
-from rl_envs.arithmetic.environment import ArithmeticEnvironment, read_number
+from rl_envs.arithmetic import ArithmeticDataset, ArithmeticEnvironment, add_without_carrying, is_held_out, read_number
 from rl_envs.config import ArithmeticDatasetConfig
 
 ALL = {"operations": ["+", "-", "*"], "min_digits": 1, "max_digits": 2}

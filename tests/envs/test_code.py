@@ -13,9 +13,8 @@ import pytest
 from isolation import isolated
 
 from rl_core.errors import DataError, UserError
-from rl_envs.code import testing
-from rl_envs.code.environment import CodeEnvironment, last_code_block
-from rl_envs.code.scoring import same_output
+from rl_envs.code import environment as environment_module
+from rl_envs.code.environment import CodeEnvironment, last_code_block, same_output
 from rl_envs.code.suites import read_suite
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SessionInterface
 from rl_sandbox.session import LocalSession
@@ -266,7 +265,7 @@ def test_large_whole_numbers_are_compared(run):
 
 def test_results_that_take_long_to_read_stall_neither_the_grader_nor_other_rows(monkeypatch):
     """Whole numbers with one hash make a dict of n items take n * n steps. They are read in the tests' sandbox."""
-    monkeypatch.setattr(testing, "_GRACE_S", 0.2)
+    monkeypatch.setattr(environment_module, "_GRACE_S", 0.2)
     environment = open_environment({"sandbox": {"timeout_s": 2.0}, "max_concurrency": 2, "reward": "passed_share"})
     rows = [COLLIDING, "def f(n): return [[]] * 10**7", "def f(n): return n + 1", NESTED, "def f(n): return 'x' * (1 << 24)"]
     tests = {"tests": ["assert f(0) == 1", "assert f(1) == 2"]}

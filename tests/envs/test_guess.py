@@ -8,8 +8,7 @@ import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.guess.dataset import GuessNumberDataset
-from rl_envs.guess.environment import GuessNumberEnvironment
+from rl_envs.guess import GuessNumberDataset, GuessNumberEnvironment
 
 
 class HalvingPlayer:

@@ -7,9 +7,17 @@ from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
-from rl_envs.instruction_following.constraints import CONSTRAINTS, follows, parameters_of
-from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
-from rl_envs.instruction_following.text import bullets, capital_words, highlights, sentences, words
+from rl_envs.instruction_following import (
+    CONSTRAINTS,
+    InstructionFollowingEnvironment,
+    bullets,
+    capital_words,
+    follows,
+    highlights,
+    parameters_of,
+    sentences,
+    words_of,
+)
 
 CASES = {
     # identifier: (parameters, answers that follow it, answers that do not)
@@ -175,7 +183,7 @@ def test_sentences_are_counted_as_a_reader_would(text, count):
 
 
 def test_words_bullets_highlights_and_capital_words():
-    assert words("It's 1,000.5 well-known—facts…") == ["It's", "1,000.5", "well-known", "facts"]
+    assert words_of("It's 1,000.5 well-known—facts…") == ["It's", "1,000.5", "well-known", "facts"]
     assert bullets("* a\n  * b\n+ c\n• d\n*not*\n---\n- ") == 4
     assert highlights("*a* **b** *c d* * e * x*y*z **") == 3
     assert capital_words("A NASA-ESA plan, B2 and 42") == ["A", "NASA-ESA", "B2"]

@@ -7,7 +7,7 @@ from loopback_judge import reply, serving
 
 from rl_train.diagnostics import DiagnosisStatus
 from rl_train.workbench.check import check_environment
-from rl_train.workbench.trial import open_trial
+from rl_train.workbench.play import open_trial
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "instructions_and_judge" / "train.yaml"

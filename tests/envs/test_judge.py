@@ -9,7 +9,7 @@ from loopback_judge import reply, serving
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.http import HttpError
-from rl_envs.judge.environment import JudgeEnvironment
+from rl_envs.judge import JudgeEnvironment
 
 
 def judge(url, answers, rows=None, **config):
@@ -269,7 +269,7 @@ def test_a_prompt_with_a_reference_needs_rows_with_an_expected_answer():
 
 
 def test_the_key_is_not_shown_with_the_config():
-    from rl_envs.judge.config import JudgeEnvironmentConfig
+    from rl_envs.config import JudgeEnvironmentConfig
 
     config = JudgeEnvironmentConfig(model="m", base_url="http://h", api_key="my-secret-key")
     assert "my-secret-key" not in repr(config)

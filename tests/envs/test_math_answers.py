@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import ConfigError, DataError
-from rl_envs.math.answers import unboxed_answer
-from rl_envs.math.boxes import last_box
+from rl_envs.math.answers import last_box, unboxed_answer
 from rl_envs.math.environment import MathEnvironment
 
 from .conftest import answered

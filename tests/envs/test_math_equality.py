@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rl_envs.math.asked_form import AskedForm, needs_lowest_terms
+from rl_envs.math.asked import AskedForm, needs_lowest_terms
 from rl_envs.math.comparison import Comparison, compare
 
 FORMS = (r"\frac{{{0}}}{{{1}}}", r"\dfrac{{{0}}}{{{1}}}", "{0}/{1}", "${0}/{1}$", r"\frac {{ {0} }} {{ {1} }}")

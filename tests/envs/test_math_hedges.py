@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_envs.math.answers import grade_answer
-from rl_envs.math.asked_form import AskedForm, asked_form
-from rl_envs.math.asked_units import units_of_answer
+from rl_envs.math.asked import AskedForm, asked_form, units_of_answer
 from rl_envs.math.comparison import Comparison, compare
 
 few = settings(max_examples=60, deadline=None)

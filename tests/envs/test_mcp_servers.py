@@ -15,9 +15,9 @@ from environment_steps import step_checked
 
 from rl_core.errors import ConfigError
 from rl_core.rendezvous.interfaces import free_port
-from rl_envs.tools.config import ToolsEnvironmentConfig
+from rl_envs.config import ToolsEnvironmentConfig
 from rl_envs.tools.environment import ToolsEnvironment
-from rl_envs.tools.mcp_connection import _LastErrors
+from rl_envs.tools.mcp_servers import _LastErrors
 
 pytest.importorskip("mcp", reason="pip install 'rl-envs[mcp]'")
 COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_example_server.py"))]

@@ -11,7 +11,7 @@ from environment_steps import step_checked
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_core.rendezvous.interfaces import free_port
-from rl_envs.nemo_gym.environment import NemoGymEnvironment
+from rl_envs.nemo_gym import NemoGymEnvironment
 
 ROW = {"expected_count": 6, "initial_count": 3}
 

@@ -10,8 +10,7 @@ from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
-from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment, read_answer
+from rl_envs.reasoning_gym.environment import ReasoningGymDataset, ReasoningGymEnvironment, read_answer
 from rl_envs.reasoning_gym.tasks import REFUSED
 from rl_envs.reasoning_gym.worker import could_be_code, non_finite_numbers
 

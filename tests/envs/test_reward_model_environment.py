@@ -9,7 +9,7 @@ import transformers
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, UserError
 from rl_envs import RewardModelEnvironment
-from rl_envs.reward_model.scorer import reward_tokens
+from rl_envs.reward_model import reward_tokens
 from rl_train.data.messages import get_formatted_message_log
 
 SHAPE = {

@@ -8,10 +8,16 @@ from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.sliding_puzzle.board import can_be_solved, format_board, legal_moves, moved, solved
-from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
-from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
-from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+from rl_envs.config import SlidingPuzzleEnvironmentConfig
+from rl_envs.sliding_puzzle import (
+    SlidingPuzzleDataset,
+    SlidingPuzzleEnvironment,
+    can_be_solved,
+    format_board,
+    legal_moves,
+    moved,
+    solved,
+)
 
 
 def solution(board):

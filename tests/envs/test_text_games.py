@@ -10,8 +10,8 @@ from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.text_games.dataset import TextGameDataset
 from rl_envs.text_games.gymnasium import GymnasiumEnvironment
+from rl_envs.text_games.session import TextGameDataset
 from rl_envs.text_games.skyrl_gym import SkyRLGymEnvironment
 from rl_envs.text_games.textarena import TextArenaEnvironment
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rl_core.environments.scorer import final_text
-from rl_envs.arithmetic.environment import ArithmeticEnvironment
-from rl_envs.guess.environment import GuessNumberEnvironment
-from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
+from rl_envs.arithmetic import ArithmeticEnvironment
+from rl_envs.guess import GuessNumberEnvironment
+from rl_envs.instruction_following import InstructionFollowingEnvironment
 from rl_envs.reasoning_gym.environment import read_answer
-from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
-from rl_envs.weather.environment import WeatherEnvironment
+from rl_envs.sliding_puzzle import SlidingPuzzleEnvironment
+from rl_envs.weather import WeatherEnvironment
 
 from .conftest import answered
 

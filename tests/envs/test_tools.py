@@ -7,8 +7,8 @@ from environment_steps import step_checked
 
 from rl_core.errors import ConfigError
 from rl_core.testing.outputs.environment import metrics_checked
+from rl_envs.config import ToolsEnvironmentConfig
 from rl_envs.tools.calculator import calculator, evaluate
-from rl_envs.tools.config import ToolsEnvironmentConfig
 from rl_envs.tools.environment import ToolsEnvironment
 
 

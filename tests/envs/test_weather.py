@@ -4,7 +4,7 @@ import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
-from rl_envs.weather.environment import WeatherEnvironment
+from rl_envs.weather import WeatherEnvironment
 
 
 def test_the_last_prediction_of_the_completion_must_be_the_expected_condition():

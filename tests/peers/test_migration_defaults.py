@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rl_core.config.diagnostics import dotted
 from rl_core.config.policy_sections import OptimizerConfig
-from rl_core.config.source_tree import dotted
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.schema_index import schema_index
+from rl_train.config.reference import schema_index
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
 CELLS = [re.split(r" \| ", line.strip("| ")) for line in PAGE.splitlines() if line.startswith("| ")]

@@ -10,8 +10,7 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
-from rlcore_cli.new_plugin.scaffold import plugin_files
+from rlcore_cli.new_plugin.scaffold import PLUGIN_KINDS, plugin_files
 
 NAMES = {option: f"acme-{option.replace('-', '_')}" for option in PLUGIN_KINDS}
 KEPT = Path(__file__).with_name("kept") / f"{version('rl-core').rpartition('.')[0]}.zip"

@@ -17,7 +17,7 @@ from rl_core.interfaces.worker import GenerationRequest
 from rl_core.plugins import hookspecs
 from rl_core.testing import GenerationConformance
 from rl_core.testing.promises import promise
-from rl_train.launch.events import EVENT_HOOKS
+from rl_train.launch.stopping import EVENT_HOOKS
 from rlcore_cli.new_plugin.scaffold import plugin_files
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -76,7 +76,7 @@ def test_the_environment_of_the_tutorial_is_built_installed_and_works(site, tmp_
         "from rl_core.plugins.manager import discover\n"
         "from rl_core.plugins.component import Kind\n"
         "from rl_core.plugins.registry import Registry\n"
-        "from rl_train.config.section_models import section_of\n"
+        "from rl_train.config.schema import section_of\n"
         "component = Registry(discover()).find('environment', 'acme')\n"
         "environment = component.load()(section_of(component, Kind.ENVIRONMENT)(partial_credit=0.5))\n"  # as for a config
         "logs = [[{'role': 'assistant', 'content': text}] for text in ('42', '41', 'forty-two')]\n"

@@ -1,7 +1,7 @@
 """Problems of plugins that load are reported by `list-plugins` and `doctor`, and corrupt no output."""
 
 from rl_core.plugins.manager import PluginManager
-from rlcore_cli.plugin_problems import problems_of
+from rlcore_cli.check_plugin import problems_of
 
 MISSPELT = """
     from rl_core.plugins import Component, hookimpl

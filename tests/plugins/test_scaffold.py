@@ -16,8 +16,7 @@ import pytest
 from keep_plugins import KEPT, NAMES, generated
 
 from rl_core.plugins.manager import discover
-from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
-from rlcore_cli.new_plugin.scaffold import plugin_files
+from rlcore_cli.new_plugin.scaffold import PLUGIN_KINDS, plugin_files
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples"

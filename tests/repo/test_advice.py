@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.schema_index import schema_index
-from rlcore_cli.explanation import known_keys
+from rl_train.config.reference import schema_index
+from rlcore_cli.explain import known_keys
 from rlcore_cli.main import app
 
 HOLE = "\x00"

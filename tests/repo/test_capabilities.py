@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rl_core.plugins.capabilities import Capability
+from rl_core.plugins.component import Capability
 
 ROOT = Path(__file__).parents[2]
 NO_READERS = ("plugin.py", "capabilities.py", "contracts.py", "check_plugin.py")

@@ -16,7 +16,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_sandbox.config import SandboxConfig
-from rl_train.config.schema_index import schema_index
+from rl_train.config.reference import schema_index
 
 OURS = ("core", "train", "hf", "megatron", "vllm", "openai", "sandbox", "envs")
 VALIDATORS = {"field_validator", "model_validator"}

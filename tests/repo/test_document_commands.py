@@ -12,7 +12,7 @@ from documents import NEMO_RL, PAGES, ROOT, SHOWN, commands
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.schema_index import schema_index
+from rl_train.config.reference import schema_index
 from rlcore_cli.main import COMMANDS, app, main
 
 OURS = {

@@ -48,8 +48,7 @@ def test_the_success_of_a_game_is_its_reward_also_after_illegal_moves():
     from tasks import MOVES
     from tasks import TASKS as tasks
 
-    from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
-    from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+    from rl_envs.sliding_puzzle import SlidingPuzzleDataset, SlidingPuzzleEnvironment
 
     environment, draw, rewards = SlidingPuzzleEnvironment({"max_moves": MOVES}), random.Random(0), []
     for record in SlidingPuzzleDataset({"num_samples": 100, "max_shuffles": 3}):
@@ -68,7 +67,7 @@ def test_the_success_of_guesses_is_their_reward_also_after_unreadable_ones():
     from tasks import GUESSES
     from tasks import TASKS as tasks
 
-    from rl_envs.guess.environment import GuessNumberEnvironment
+    from rl_envs.guess import GuessNumberEnvironment
 
     environment, draw, rewards = GuessNumberEnvironment({"max_guesses": GUESSES}), random.Random(0), []
     for record in islice(tasks["guess"].problems(), 0, None, 3):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.config.source_tree import dotted
+from rl_core.config.diagnostics import dotted
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.schema_index import schema_index
+from rl_train.config.reference import schema_index
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()

@@ -20,7 +20,7 @@ PACKAGES = (
     "rl_serve",
     "cli",
 )
-MAX_LINES = 400
+MAX_LINES = 500
 MAX_BYTES = 5_000_000
 
 
@@ -65,11 +65,11 @@ def test_rl_core_has_fewer_than_15000_lines():
 
 def test_tokens_become_text_in_one_module():
     """So that rewards, stop strings, history, servers and logs see the same text."""
-    sources = [path for path in (*tracked("*/src/**/*.py"), *tracked("*/src/**/*.j2")) if path.name != "conversation_tokens.py"]
+    sources = [path for path in (*tracked("*/src/**/*.py"), *tracked("*/src/**/*.j2")) if path.name != "tokenizer.py"]
     assert not [path for path in sources if re.search(r"tokenizer\.(batch_)?decode\b", path.read_text())]
 
 
-SHARED = ("checks.py", "local_rollouts.py", "trial.py")
+SHARED = ("checks.py",)
 """Modules of `environments/` that `rlcore check env` and `rlcore env` run as well."""
 
 
@@ -83,7 +83,7 @@ def test_the_conformance_kit_has_at_most_3221_lines():
     assert sum(len(path.read_text().splitlines()) for path in own) <= 3_221
 
 
-def test_modules_have_at_most_400_lines():
+def test_modules_have_at_most_500_lines():
     sizes = {path: len(path.read_text().splitlines()) for path in tracked("*/src/**/*.py")}
     assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > MAX_LINES} == {}
 

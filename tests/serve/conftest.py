@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
-from rl_serve.app import create_app
+from rl_serve.edge import server_config
 from rl_serve.engine import EngineThread
-from rl_serve.listening import server_config
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel, started_model
+from rl_serve.serving import create_app
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 

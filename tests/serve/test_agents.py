@@ -25,8 +25,7 @@ from rl_train.agents.model_server import ServerSettings
 from rl_train.agents.session import SessionLimits
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 

@@ -7,11 +7,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from rl_core.config.schema import EnvironmentConfig
-from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.chat_service import ChatService, open_chat_service
 from rl_serve.grading import Grader
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_proxy_app
 from rl_serve.settings import BackendSection, ChatSettings
 from rl_train.prompts.templates import load_prompt
 

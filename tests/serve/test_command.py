@@ -16,11 +16,11 @@ from command_line import rlcore
 from starlette.testclient import TestClient
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_serve.app import create_app
 from rl_serve.chat_service import open_chat_service
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.serving import create_app
 from rl_serve.settings import ChatSettings
 from rl_train.launch.train import train
 
@@ -196,7 +196,7 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch, capsys):
 def test_sigterm_before_the_server_runs_shuts_down_what_has_been_started():
     program = """
 import contextlib, signal
-from rl_serve.listening import exit_on_sigterm
+from rl_serve.edge import exit_on_sigterm
 with exit_on_sigterm(), contextlib.ExitStack() as exits:
     exits.callback(print, "shut down", flush=True)
     signal.raise_signal(signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_sigterm_while_a_model_loads_is_reported_in_one_line():
     program = f"""
 import logging, signal
 from rl_serve import served_model
-from rl_serve.listening import exit_on_sigterm
+from rl_serve.edge import exit_on_sigterm
 def load(*arguments):
     arguments[-1].callback(logging.warning, "did not shut down by itself")
     signal.raise_signal(signal.SIGTERM)
@@ -225,7 +225,7 @@ with exit_on_sigterm(), served_model.started_model({str(MODEL)!r}, backend="hf")
 def test_a_signal_that_follows_the_address_at_once_ends_the_server():
     program = """
 import builtins, signal
-from rl_serve.listening import Address, listening, run_server
+from rl_serve.edge import Address, listening, run_server
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job of a script
 builtins.print = lambda *_, **__: signal.raise_signal(signal.SIGINT)
 address = Address(host="127.0.0.1", port=0, api_keys=())

@@ -10,10 +10,10 @@ from starlette.testclient import TestClient
 from tokenizers import processors
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.conversation_tokens import encode
+from rl_core.data.tokenizer import encode
 from rl_serve.served_model import started_model
 from rl_train.data.chat_template import conversation_tokens
-from rl_train.rollouts.seeds import sample_seed
+from rl_train.rollouts.trajectory import sample_seed
 
 QUESTION = "12+34="
 MODEL = Path(__file__).parents[2] / "examples/addition/model"

@@ -11,10 +11,10 @@ from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import EngineDiedError, WorkerDiedError
-from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel, started_model
+from rl_serve.serving import create_app
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 GREEDY = {"prompt": "12+34=", "temperature": 0}

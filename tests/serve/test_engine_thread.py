@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_core.errors import BrokenPromiseError, NotSupportedError, WorkerError
-from rl_serve.app import create_app
 from rl_serve.engine import EngineClosedError, EngineThread, SamplingRow
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_app
 
 ROWS = [SamplingRow(prompt=[4, 13, 5, 16], seed=seed, max_new_tokens=4) for seed in range(3)]
 

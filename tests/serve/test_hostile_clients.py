@@ -17,16 +17,15 @@ from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 from uvicorn.server import ServerState
 
-from rl_serve import limits_middleware
+from rl_serve import edge
 from rl_serve.agent_endpoint import AgentEndpoint
-from rl_serve.app import create_app, create_proxy_app
 from rl_serve.backend import Backend
-from rl_serve.bodies import read_body
+from rl_serve.edge import TimedHttp, read_body
 from rl_serve.engine import EngineThread
-from rl_serve.event_streams import EventStream, server_sent_event
-from rl_serve.health import SharedCheck
-from rl_serve.listening import TimedHttp
+from rl_serve.pausing import SharedCheck
+from rl_serve.responses import EventStream, server_sent_event
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_app, create_proxy_app
 from rl_serve.settings import BackendSection
 from rl_train.agents.model_server import ServerSettings
 
@@ -123,7 +122,7 @@ def test_a_body_that_does_not_arrive_gets_status_408_and_frees_its_place():
         await send({"type": "http.response.body", "body": b""})
 
     async def scenario():
-        limited = limits_middleware.LimitsMiddleware(app, limits=Limits(max_concurrent_requests=1, body_timeout_s=0.01))
+        limited = edge.LimitsMiddleware(app, limits=Limits(max_concurrent_requests=1, body_timeout_s=0.01))
         sent = []
 
         async def keep(message):
@@ -158,7 +157,7 @@ def test_a_client_that_does_not_read_its_response_is_left(serve_http):
 
     app = FastAPI()
     app.post("/v1/completions")(lambda: EventStream(endless()))
-    app.add_middleware(limits_middleware.LimitsMiddleware, limits=Limits(read_timeout_s=0.2))
+    app.add_middleware(edge.LimitsMiddleware, limits=Limits(read_timeout_s=0.2))
     with connected(serve_http(app)) as connection:
         connection.sendall(request({}))
         assert ended.wait(60)
@@ -175,7 +174,7 @@ def test_headers_are_limited_whether_they_arrive_together_or_not(client, serve_h
 
 
 def test_without_a_key_no_body_is_awaited(model, engine, serve_http, monkeypatch):
-    monkeypatch.setattr(limits_middleware, "_READ_S", 0.1)
+    monkeypatch.setattr(edge, "_READ_S", 0.1)
     port = serve_http(create_app(model, engine, limits=Limits(), api_keys=["secret"]))
     with connected(port) as connection:
         connection.sendall(request({}, **{"Content-Length": 1000}))
@@ -441,7 +440,7 @@ def test_other_requests_are_answered_while_a_large_body_is_read(model, engine, s
         assert go_on.wait(60), "the event loop waited for the body"
         return read_body(*arguments)
 
-    monkeypatch.setattr("rl_serve.bodies.read_body", slow)
+    monkeypatch.setattr("rl_serve.edge.read_body", slow)
     url = f"http://127.0.0.1:{serve_http(create_app(model, engine, limits=Limits()))}"
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": [1] * 100_000}, timeout=60)

@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_proxy_app
 from rl_serve.settings import BackendSection
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"

@@ -8,9 +8,9 @@ import schemathesis
 from hypothesis import HealthCheck, Phase
 from schemathesis import GenerationMode
 
-from rl_serve.app import create_app, create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_app, create_proxy_app
 from rl_serve.settings import BackendSection
 
 CASES = 300

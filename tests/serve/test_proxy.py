@@ -18,9 +18,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.testclient import TestClient
 
-from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_proxy_app
 from rl_serve.settings import BackendSection
 from rl_train.prompts.templates import load_prompt
 

@@ -8,10 +8,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from rl_core.errors import WorkerDiedError
-from rl_serve.app import create_app
+from rl_serve.edge import LimitsMiddleware
 from rl_serve.engine import EngineThread
-from rl_serve.limits_middleware import LimitsMiddleware
 from rl_serve.sampling import Limits
+from rl_serve.serving import create_app
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -10,10 +10,10 @@ from readable_model import make_readable_model
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 
-from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.serving import create_app
 from rl_train.launch.train import train
 
 pytestmark = [

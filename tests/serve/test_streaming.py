@@ -16,13 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_core.errors import WorkerDiedError, WorkerError
-from rl_serve.app import create_app
 from rl_serve.engine import EngineThread, SampledRow, SamplingRow
-from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop, cut_at_stop
-from rl_serve.responses import ChoiceFormat
+from rl_serve.responses import ChoiceFormat, IncrementalText, cut_at_possible_stop, cut_at_stop
 from rl_serve.sampling import Limits, SamplingPlan
 from rl_serve.served_model import started_model
-from rl_train.data.decoding import decode_answers, hidden_tokens
+from rl_serve.serving import create_app
+from rl_train.data.special_tokens import decode_answers, hidden_tokens
 
 QUESTION = [{"role": "user", "content": "ab"}]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

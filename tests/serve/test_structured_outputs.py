@@ -10,11 +10,11 @@ import torch
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rl_serve.app import create_app
 from rl_serve.chat_service import open_chat_service
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.serving import create_app
 from rl_serve.settings import ChatSettings
 
 pytestmark = pytest.mark.vllm

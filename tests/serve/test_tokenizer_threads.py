@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from rl_core.data.tokenizer import load_tokenizer
 from rl_serve.agent_endpoint import AgentEndpoint
-from rl_serve.tokenizer_threads import TokenizerThreads
+from rl_serve.engine import TokenizerThreads
 from rl_train.agents.model_server import AgentTurn, ServerSettings, TurnSource
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"

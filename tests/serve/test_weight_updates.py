@@ -11,11 +11,11 @@ from starlette.testclient import TestClient
 
 from rl_core.errors import ConfigError
 from rl_core.weights.manifest import manifest_of
-from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.pausing import Pause
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.serving import create_app
 from rl_serve.update_options import ADMIN_KEY, read_update_options
 from rl_serve.weights_api import ADMIN_HEADER, PATHS, WeightUpdates
 
@@ -393,7 +393,7 @@ def test_the_command_of_vllm_is_printed_with_every_flag_that_training_needs(tmp_
     assert text.startswith(
         f"VLLM_SERVER_DEV_MODE=1 RLCORE_WEIGHT_UPDATES_DIR={tmp_path.resolve()} python -m vllm.entrypoints.openai.api_server "
         "--enable-scale-out --model some/model --served-model-name m --host 127.0.0.1 --port 5000 --logprobs-mode "
-        "processed_logprobs --generation-config vllm --worker-extension-cls rl_backends_vllm.server_extension.ServerWeights"
+        "processed_logprobs --generation-config vllm --worker-extension-cls rl_backends_vllm.refit.ServerWeights"
     )
     assert serve()[0] == 2
     for arguments, reason in (

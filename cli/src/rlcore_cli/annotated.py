@@ -18,7 +18,7 @@ def annotated_yaml(values: dict[str, Any], comment_of: Callable[[str], str]) -> 
     """
     import yaml
 
-    from rl_train.config.interpolation import escape
+    from rl_train.config.sources import escape
 
     lines: list[tuple[str, str]] = []
 

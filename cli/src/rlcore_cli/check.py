@@ -6,7 +6,7 @@ from rlcore_cli.lazy import lazy_app
 
 CHECKS = {
     "logprobs": (
-        "rlcore_cli.check_logprobs:check_logprobs",
+        "rlcore_cli.check_model:check_logprobs",
         "Compare the log-probabilities of policy and generation backend.",
     ),
     "env": (
@@ -17,7 +17,7 @@ CHECKS = {
         "rlcore_cli.check_plugin:check_plugin",
         "Check whether a plugin keeps the promises of its interfaces.",
     ),
-    "model": ("rlcore_cli.diagnose:diagnose", "Check model, tokenizer and backends before a run."),
+    "model": ("rlcore_cli.check_model:diagnose", "Check model, tokenizer and backends before a run."),
 }
 """Check name: import path of its function, and its line in `rlcore check --help`."""
 

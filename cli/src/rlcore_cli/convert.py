@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rl_core.errors import UserError
+from rl_train.files import format_size
 from rl_train.run_folders.run_names import completed_runs, existing_run_path
-from rl_train.sizes import format_size
 
 
 def convert(
@@ -107,7 +107,7 @@ def convert(
 
 
 def _check_push(name: str, step: Path) -> None:
-    from rlcore_cli.publishing.hub import check_repository_name
+    from rlcore_cli.publishing import check_repository_name
 
     check_repository_name(name)
     if step.parent.name != "checkpoints":
@@ -115,8 +115,7 @@ def _check_push(name: str, step: Path) -> None:
 
 
 def _push(folder: Path, name: str, step: Path, *, public: bool) -> None:
-    from rlcore_cli.publishing.hub import push
-    from rlcore_cli.publishing.model_card import FILE, model_card
+    from rlcore_cli.publishing import FILE, model_card, push
     from rlcore_cli.report.run_folder import read_run_folder
 
     run = read_run_folder(step.parent.parent)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_train.metrics.jsonl import iter_jsonl
+from rlcore_cli.report.chart import nice_ticks, thin
 from rlcore_cli.report.run_folder import Curve
-from rlcore_cli.report.scales import nice_ticks, thin
 
 WIDTH = 72
 HEIGHT = 14

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
-from rlcore_cli.counting import counted
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files, counted
 from rlcore_cli.lazy import lazy_app
 
 if TYPE_CHECKING:
+    from rl_train.workbench.check import GradedAnswers
     from rl_train.workbench.dataset_view import DatasetView, RenderedRow
-    from rl_train.workbench.graded_answers import GradedAnswers
 
 ACTIONS = {"show": ("rlcore_cli.data:show", "Show rendered rows, lengths, duplicates and answers that cannot be graded.")}
 """Action name: import path of its function, and its line in `rlcore data --help`."""
@@ -76,8 +75,8 @@ def show(
     loaded = load_config(files, changes, registry=registry)
     print(f"reading the data of {loaded.path}", file=sys.stderr, flush=True)
     from rl_train.assembly.preparation import Preparation
+    from rl_train.workbench.check import grade_expected_answers
     from rl_train.workbench.dataset_view import view_datasets
-    from rl_train.workbench.graded_answers import grade_expected_answers
 
     prepared = Preparation(loaded.run, registry)
     views = view_datasets(prepared, measured=measured, shown=shown)

@@ -1,32 +1,33 @@
-"""`rlcore doctor`: checks the installed plugins and shows tracebacks of what is broken. It changes nothing."""
+"""`rlcore doctor`: checks the installed plugins and shows tracebacks of what is broken. It changes nothing.
+
+The part of `rlcore doctor` about this machine: threads, memory, instruction sets of the CPU, and bubblewrap.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import os
+import platform
+import shutil
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 import rl_core.plugins
 from rl_core.errors import PluginError, UnknownComponentError, UserError
-from rl_core.plugins.component import Component, Kind, did_you_mean, is_path
+from rl_core.plugins.component import Component, Kind, Plugin, Status, did_you_mean, is_path, unmet_needs
 from rl_core.plugins.manager import PluginManager, discover
-from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import Registry
-from rl_core.plugins.requirements import unmet_needs
 from rl_train.plugin_warnings import plugin_warnings
-from rlcore_cli.arguments import Overrides
-from rlcore_cli.counting import counted
+from rlcore_cli.arguments import Overrides, counted
+from rlcore_cli.check_plugin import problems_of
 from rlcore_cli.listing import print_table
-from rlcore_cli.machine import print_machine
-from rlcore_cli.plugin_problems import problems_of
 
 _PLUGINS_FOLDER = Path(rl_core.plugins.__file__).parent
 _IMPORTLIB_FOLDER = Path(importlib.__file__).parent
@@ -195,7 +196,7 @@ def _examine_target(component: Component, kind: str | None = None) -> bool:
 
 def _load_config(component: Component, kind: str | None) -> object:
     """The config model; a kind with a section in configs requires its base class."""
-    from rl_train.config.section_models import BASES, section_of
+    from rl_train.config.schema import BASES, section_of
 
     if kind is None or Kind(kind) not in BASES:
         return component.load_config()
@@ -241,3 +242,54 @@ def _print_traceback(error: BaseException) -> None:
 def _is_importer(filename: str) -> bool:
     folder = Path(filename).parent
     return filename.startswith("<frozen importlib") or folder in (_PLUGINS_FOLDER, _IMPORTLIB_FOLDER, _METADATA_FOLDER)
+
+
+_SETS: Final = {
+    "avx2": "AVX2",
+    "avx512f": "AVX512",
+    "avx512_bf16": "AVX512-BF16",
+    "amx_bf16": "AMX-BF16",
+    "asimd": "NEON",
+    "sve": "SVE",
+    "bf16": "ARM BF16",
+}
+"""Flags of /proc/cpuinfo that matter to matrix products, and their names."""
+_BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "bf16")
+
+
+def print_machine() -> None:
+    """Print threads, memory, instruction sets and whether sandboxes are available."""
+    from rl_train.files import available_memory, format_size
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print("machine")
+    print(f"  cpu     {platform.machine()}, {threads} threads, {format_size(available_memory())} of memory available")
+    for line in instruction_lines(_cpu_flags()):
+        print(f"  {line}")
+    where = shutil.which("bwrap")
+    if where is not None:
+        print(f"  ok      bubblewrap, for programs that models write: {where}")
+    else:
+        print("  missing bubblewrap, for programs that models write: apt-get install bubblewrap, or dnf install bubblewrap")
+    print()
+
+
+def instruction_lines(flags: Sequence[str] | None) -> Iterable[str]:
+    """What to print about instruction sets.
+
+    Args:
+        flags: of /proc/cpuinfo; None if the system does not have it.
+    """
+    if flags is None:
+        return
+    present = [name for flag, name in _SETS.items() if flag in flags]
+    yield f"sets    {', '.join(present) or 'none of ' + ', '.join(_SETS.values())}"
+    if not any(flag in flags for flag in _BFLOAT16):
+        yield "note    no bfloat16 instructions: with `precision: bfloat16`, the hf policy multiplies in float32"
+
+
+def _cpu_flags() -> Sequence[str] | None:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    fields = (line.partition(":") for line in lines)
+    return next((value.split() for key, _, value in fields if key.strip() in ("flags", "Features")), None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rlcore_cli.lazy import lazy_app
 
 ENV_COMMANDS = {
-    "play": ("rlcore_cli.env_play:play_env", "Play one rollout against an environment and print each turn and reward."),
-    "rescore": ("rlcore_cli.env_rescore:rescore_run", "Score the stored rollouts of a run again and print the differences."),
+    "play": ("rlcore_cli.check_env:play_env", "Play one rollout against an environment and print each turn and reward."),
+    "rescore": ("rlcore_cli.check_env:rescore_run", "Score the stored rollouts of a run again and print the differences."),
 }
 """Command name: import path of its function, and its line in `rlcore env --help`."""
 

@@ -17,8 +17,7 @@ from rlcore_cli.arguments import Bases, Overrides, config_files, integers
 
 if TYPE_CHECKING:
     from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, ModeResult, ProgressCallback
-    from rl_train.rollouts.eval_metrics import Scores
-    from rl_train.rollouts.pass_at_k import Estimate
+    from rl_train.rollouts.evaluation import Estimate, Scores
 
 TABLE_WIDTH = 200
 """Maximum width of a table; a narrower terminal wraps its lines."""
@@ -130,7 +129,7 @@ def _prompts_otherwise(plan: EvaluationPlan) -> str | None:
     """A warning if the run of the checkpoint prompted or sampled otherwise than this config does."""
     from yaml import safe_load
 
-    from rl_train.config.dotted_keys import leaves
+    from rl_train.config.values import leaves
 
     run = None if plan.checkpoint is None else plan.checkpoint.run_folder
     if run is None or not (run / "config.yaml").is_file():

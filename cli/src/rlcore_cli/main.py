@@ -29,10 +29,10 @@ COMMANDS = {
     "init": ("rlcore_cli.starter.command:init", "Write a config, and a reward function if needed, for a data file."),
     "train": ("rlcore_cli.train:train", "Train with a config, resuming from its last checkpoint if any."),
     "eval": ("rlcore_cli.eval:evaluate", "Evaluate a model or checkpoint on the validation data."),
-    "report": ("rlcore_cli.report.command:report", "Write an HTML report of a run: curves, rollouts, config."),
+    "report": ("rlcore_cli.report.page:report", "Write an HTML report of a run: curves, rollouts, config."),
     "runs": ("rlcore_cli.runs:runs", "List the runs in a folder: status, steps, best metric, disk use."),
-    "watch": ("rlcore_cli.watch.command:watch", "Show a live page of a run in a browser."),
-    "compare": ("rlcore_cli.compare.command:compare", "Compare runs: curves, configs, final and best values."),
+    "watch": ("rlcore_cli.watch:watch", "Show a live page of a run in a browser."),
+    "compare": ("rlcore_cli.compare:compare", "Compare runs: curves, configs, final and best values."),
     "validate": ("rlcore_cli.validate:validate", "Check a config and report every error with its line."),
     "plan": ("rlcore_cli.plan:plan", "Predict the memory of a run, and what to change if it does not fit."),
     "check": ("rlcore_cli.check:app", "Check model, tokenizer, backends or an environment by running them."),
@@ -41,7 +41,7 @@ COMMANDS = {
     "data": ("rlcore_cli.data:app", "Show the rows that a run would read: rendered, measured and compared."),
     "prompt": ("rlcore_cli.prompt:app", "List prompt configs, and print the messages of one for a row."),
     "explain": ("rlcore_cli.explain:explain", "Explain a config key: meaning, allowed values, default."),
-    "schema": ("rlcore_cli.schema:schema", "Write the JSON schema of config files, for editors."),
+    "schema": ("rlcore_cli.explain:schema", "Write the JSON schema of config files, for editors."),
     "convert": ("rlcore_cli.convert:convert", "Convert a checkpoint to Hugging Face format."),
     "import-config": (
         "rlcore_cli.import_config:import_config",
@@ -62,8 +62,8 @@ SECTIONS = {
 """Headings of `rlcore --help` and the commands below each."""
 _BASES = Path(rl_train.__file__).parent / "config" / "base_configs"
 ALIASES: dict[str, tuple[str, ...]] = {
-    "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Alias of `rlcore check logprobs`."),
-    "diagnose": ("rlcore_cli.diagnose:diagnose", "Alias of `rlcore check model`."),
+    "check-logprobs": ("rlcore_cli.check_model:check_logprobs", "Alias of `rlcore check logprobs`."),
+    "diagnose": ("rlcore_cli.check_model:diagnose", "Alias of `rlcore check model`."),
     "start_grpo": (
         "rlcore_cli.train:train",
         "`rlcore train` over the packaged grpo.yaml.",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_train.sizes import available_memory, format_size, parse_size
+from rl_train.files import available_memory, format_size, parse_size
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
     from rl_train.config.schema import RunConfig
-    from rl_train.plan.memory_plan import MemoryPlan, ProcessPlan
+    from rl_train.plan.planner import MemoryPlan, ProcessPlan
     from rl_train.plan.suggestions import Suggestion
     from rl_train.plan.time_plan import TimePlan
 
@@ -72,10 +72,9 @@ def plan(
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import load_config
-    from rl_train.plan.gpus import Gpu, parse_gpu
     from rl_train.plan.planner import plan_memory
     from rl_train.plan.suggestions import suggest
-    from rl_train.plan.time_plan import plan_time
+    from rl_train.plan.time_plan import Gpu, parse_gpu, plan_time
 
     if gpu is not None and memory is not None:
         raise typer.BadParameter("give --gpu or --memory, not both.", param_hint="--gpu")

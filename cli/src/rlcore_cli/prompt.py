@@ -34,8 +34,14 @@ def list_prompts() -> None:
     Example:
         rlcore prompt list
     """
-    from rl_train.prompts.example_lists import find_examples, packaged_examples, read_examples
-    from rl_train.prompts.prompt_files import needed_fields, packaged_prompts, read_prompt
+    from rl_train.prompts.prompt_files import (
+        find_examples,
+        needed_fields,
+        packaged_examples,
+        packaged_prompts,
+        read_examples,
+        read_prompt,
+    )
     from rl_train.prompts.templates import load_prompt
 
     print("prompt configs (data.prompt.prompt_config):")
@@ -96,8 +102,7 @@ def _fields(text: str) -> dict[str, object]:
 
 
 def _print_tokens(messages: list[dict[str, str]], model: str) -> None:
-    from rl_core.data.conversation_tokens import decode
-    from rl_core.data.tokenizer import load_tokenizer
+    from rl_core.data.tokenizer import decode, load_tokenizer
     from rl_train.data.messages import get_formatted_message_log
 
     tokenizer = load_tokenizer(model)

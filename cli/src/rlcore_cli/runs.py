@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from rl_core.errors import DataError, UserError
+from rl_train.files import format_size
 from rl_train.run_folders.run_names import RUNS, runs_in
-from rl_train.sizes import format_size
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.listing import print_table
-from rlcore_cli.report.ending import ending_of
+from rlcore_cli.report.page import ending_of
 from rlcore_cli.report.run_folder import RunFolder, read_run_folder
 
 _METRICS = (("validation/accuracy", True), ("validation/loss", False), ("reward/mean", True))

@@ -78,7 +78,7 @@ def train(
 
 def _print_results(finished: RunResult) -> None:
     from rlcore_cli.curve import draw, read_series
-    from rlcore_cli.report.scales import format_duration
+    from rlcore_cli.report.chart import format_duration
 
     metrics = finished.folder / "metrics.jsonl"
     for name, title in DRAWN:

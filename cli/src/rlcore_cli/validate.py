@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlcore_cli.annotated import annotated_yaml
-from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
-from rlcore_cli.counting import counted
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files, counted
 
 if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError, Problem
@@ -87,7 +86,7 @@ def _check_deep(draft: ConfigDraft, *, reports: bool) -> list[Problem]:
 
 
 def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:
-    from rl_core.config.source_tree import dotted
+    from rl_core.config.diagnostics import dotted
 
     if as_json:
         rows = [

@@ -11,7 +11,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters
 from rl_backends_hf.weights_folder import save_weights
-from rl_core.config.paths import model_files
+from rl_core.config.section import model_files
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.conversion import Conversion
 

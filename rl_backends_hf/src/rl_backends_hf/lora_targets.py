@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_hf.model_options import ALL_LINEAR, LoRAConfig
-from rl_backends_hf.scoring.scalar_head import HEAD_NAME, scalar_head
+from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import Head
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean

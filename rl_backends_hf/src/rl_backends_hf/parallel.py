@@ -2,6 +2,8 @@
 
 The gradient of a global batch is the *sum* over ranks, because each loss is already divided by the global count. FSDP2's
 averaging is therefore turned off. Reductions are float32.
+
+Compiles decoder layers with `torch.compile`; see `hf_cfg.compile_layers`.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -30,8 +34,9 @@ from rl_backends_hf.model import decoder_layers, is_gguf, load_model, load_model
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.shards import local, reshard
+from rl_backends_hf.torch_internals import compile_error
 from rl_core.backend import Head, WorkerContext
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.rendezvous.stores import join_process_group
 
 _log = logging.getLogger(__name__)
@@ -272,3 +277,47 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         buckets[-1].append(tensor)
         free_bytes -= size
     return buckets
+
+
+_KEY: Final = "policy.hf_cfg.compile_layers"
+
+
+def compile_layers(model: PreTrainedModel, *, float32_products: bool) -> None:
+    """Compile each decoder layer when it is first called, once for all lengths.
+
+    Args:
+        model: the model.
+        float32_products: whether products of bfloat16 matrices are replaced.
+
+    Raises:
+        NotSupportedError: the model's class does not name its layers.
+        UserError: products are replaced.
+    """
+    if float32_products:
+        raise UserError(
+            "`compile_layers` has no effect on a CPU that multiplies bfloat16 matrices in float32 (`cpu_products`): torch does "
+            "not compile replaced products. Remove it, or set `policy.precision: float32`.",
+            key=_KEY,
+        )
+    layers = decoder_layers(model)
+    if not layers:
+        raise NotSupportedError(
+            f"{type(model).__name__} does not name its decoder layers in Transformers, so they cannot be compiled. Set "
+            f"`{_KEY}: false`.",
+            key=_KEY,
+        )
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+@contextmanager
+def explaining_compilation(model: PreTrainedModel) -> Iterator[None]:
+    """Raise a `UserError` if the layers of `model` cannot be compiled while the block calls them."""
+    try:
+        yield
+    except compile_error() as error:
+        raise UserError(
+            f"The layers of {type(model).__name__} cannot be compiled on {model.device}: {str(error).strip().splitlines()[0]} "
+            f"Compiling requires a C++ compiler on a CPU and Triton on a GPU. Install it, or set `{_KEY}: false`.",
+            key=_KEY,
+        ) from error

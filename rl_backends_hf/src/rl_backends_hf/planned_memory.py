@@ -4,32 +4,36 @@ Activations, logits and temporary tensors are not estimated: the worker's own sc
 tensors without data, and the bytes of those that exist are counted. What a layer adds is
 measured with two small depths and multiplied by the depth, because tracing a deep model takes minutes. FSDP2 gathers and
 frees weights during the trace, in a process group of torch's backend `fake`, whose collectives do nothing.
+
+Counts the bytes of tensors while code runs, also on tensors without data.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
-from rl_backends_hf.live_bytes import LiveBytes
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import DTYPES, checkpoint_activations, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.parallel import FullyShard
-from rl_backends_hf.sampling.cache_budget import SHARE_OF_FREE_MEMORY, token_bytes
+from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
-from rl_backends_hf.scoring.scalar_head import ValueScoring
-from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input
+from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.torch_internals import without_data
+from rl_backends_hf.shards import local
+from rl_backends_hf.torch_internals import TorchDispatchMode, tree_leaves, without_data
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
 from rl_backends_hf.transformers_internals import attention_of
@@ -38,6 +42,7 @@ from rl_core.errors import NotSupportedError, UserError
 
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+
 
 _DEPTHS: Final = (2, 4)
 """Numbers of layers that are traced; a model of at most the second number is traced as it is."""
@@ -350,3 +355,50 @@ def scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
     if config.head == "scalar":
         return ValueScoring(model)
     return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=config.scoring_temperature)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are created while it is active, as long as they exist, without gradients.
+
+    Args:
+        model: its weights and gradients are left out.
+        gloo: whether collectives copy their larger tensor, as those of gloo do.
+
+    Attributes:
+        saved: bytes at the end of the forward pass.
+        peak: largest number of bytes.
+    """
+
+    def __init__(self, model: nn.Module, *, gloo: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._gloo = gloo
+        self.saved = self.peak = 0
+        self._parameters = list(model.parameters())
+        self._known = {id(local(tensor).untyped_storage()) for tensor in (*self._parameters, *model.buffers())}
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor) and (key := id(storage := each.untyped_storage())) not in self._known:
+                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+        copied = 0
+        if self._gloo and func.namespace == "c10d":
+            copied = max((each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor)), default=0)
+        self.peak = max(self.peak, self._live() + copied)
+        return output
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._storages.pop(key, None)
+
+    def end_forward(self) -> None:
+        """Record what the forward pass has saved for the backward pass."""
+        self.saved = self._live()
+
+    def _live(self) -> int:
+        """The bytes now: FSDP2 resizes the storages of weights that it gathers."""
+        sizes = {key: storage.nbytes() for key, found in self._storages.items() if (storage := found()) is not None}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                sizes.pop(id(local(parameter.grad).untyped_storage()), None)
+        return sum(sizes.values())

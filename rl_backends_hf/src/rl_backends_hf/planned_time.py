@@ -22,16 +22,15 @@ from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.planned_memory import adapt, depth_of, fewer_layers, rows_together, scoring_of, shards_of
-from rl_backends_hf.sampling.cache_budget import CacheBudget
-from rl_backends_hf.sampling.decode_attention import AttentionLayout
 from rl_backends_hf.sampling.decode_loop import DecodeLoop
+from rl_backends_hf.sampling.generation_worker import PACKED_ROWS
+from rl_backends_hf.sampling.kv_cache import CacheBudget
 from rl_backends_hf.sampling.packed_linears import packed_bytes
-from rl_backends_hf.sampling.rows_in_flight import PACKED_ROWS
+from rl_backends_hf.sampling.prefill import AttentionLayout
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_backends_hf.sampling.shared_prompts import PromptSharing
 from rl_backends_hf.scoring.scoring_model import padded_input
-from rl_backends_hf.training.master_weights import MasterWeights
-from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.optimizer import MasterWeights, build_optimizer
 from rl_core.backend import BatchedDataDict, Head
 from rl_core.errors import NotSupportedError
 

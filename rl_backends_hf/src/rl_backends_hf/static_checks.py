@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
-from rl_core.config.paths import model_path_problem
+from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig
-from rl_core.config.source_tree import KeyPath
+from rl_core.config.section import model_path_problem
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
 

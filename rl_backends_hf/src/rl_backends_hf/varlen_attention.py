@@ -21,10 +21,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_backends_hf import torch_internals
-from rl_backends_hf.cpu_attention import is_plain
-from rl_backends_hf.shared_prefix_layout import SharedPrefixBatch
+from rl_backends_hf.cpu_attention import SharedPrefixBatch, is_plain
 from rl_backends_hf.transformers_internals import replace_attention
-from rl_core.data.transfer import to_device
+from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NotSupportedError
 
 VARLEN: Final = "rlcore_varlen"

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_backends_megatron.families import Family, Weight
+from rl_backends_megatron.families import Family, Sizes, Source, Weight
 from rl_backends_megatron.parallel import Ranks
-from rl_backends_megatron.weight_layouts import Sizes, Source
 from rl_core.errors import CheckpointError, NotSupportedError
 
 SetWeight = Callable[[torch.nn.Parameter, torch.Tensor], object]

@@ -1,31 +1,99 @@
-"""Builds this rank's share of a model in Megatron-Core from a Hugging Face config."""
+"""Builds this rank's share of a model in Megatron-Core from a Hugging Face config.
+
+Megatron's GPT with a separate head: the last stage returns hidden states; only selected positions get logits.
+
+Prompts and padding are not trained on, and their logits would be the largest tensors of a step.
+
+Sizes of the matrices that a model multiplies with, from which a run computes the FLOPs of its training.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.families import Family
-from rl_backends_megatron.gpt import HeadlessGPT
+from rl_backends_megatron.families import Family, Sizes
 from rl_backends_megatron.layers import RMSNorm, attention_class
-from rl_backends_megatron.weight_layouts import Sizes
+from rl_backends_megatron.scalar_head import ScalarHead
 from rl_core.errors import NotSupportedError
+
+
+class HeadlessGPT(GPTModel):
+    """A `GPTModel` whose forward pass ends before the output layer. Takes the same arguments and these.
+
+    Args:
+        scalar: end in a scalar head instead of logits.
+        embedding_scale: factor of token embeddings; not applied to an output layer that shares their matrix.
+    """
+
+    scalar: bool
+
+    def __init__(self, *args: Any, scalar: bool = False, embedding_scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scalar = scalar
+        if self.pre_process and embedding_scale != 1.0:
+            # Rounded to the weights' dtype first, as in Transformers.
+            scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
+            self.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
+        self._sequence_parallel = bool(self.config.sequence_parallel)
+        if scalar and self.post_process:
+            self.output_layer: Any = ScalarHead(self.config)
+        elif self.post_process:
+            # The sequence is gathered in `apply_head`, before positions are selected, instead of in the layer.
+            self.output_layer.sequence_parallel = False
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def apply_head(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V' / R] of the model's dtype, this rank's columns; for a scalar head, values [M] float32.
+
+        Args:
+            hidden: [L, b, H] of the last stage, or this rank's shard along L with sequence parallelism.
+            positions: [M] int64, flat indices into [b, L].
+        """
+        if self._sequence_parallel:
+            # The output layer returns full gradients, so each rank takes its shard of them.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        length, rows, _ = hidden.shape
+        index = positions % length * rows + positions // length
+        selected = hidden.reshape(length * rows, -1).index_select(0, index)
+        if self.scalar:
+            values: torch.Tensor = self.output_layer(selected)
+            return values
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: torch.Tensor = self.output_layer(selected.unsqueeze(1), weight=weight)[0]
+        return logits.squeeze(1)
+
+
+def unwrap(model: Any) -> HeadlessGPT:
+    """The model inside its wrappers."""
+    while not isinstance(model, HeadlessGPT):
+        model = model.module
+    return model
+
 
 _log = logging.getLogger(__name__)
 
@@ -289,3 +357,27 @@ def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
         return own
     frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]
     return frequencies.to(own)
+
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def matrix_sizes(shapes: Mapping[str, Sequence[int]], hf: Any, *, tied: bool) -> dict[str, float]:
+    """The fact `matrix_sizes` of `PolicyWorker.setup`. Of experts, those chosen for a token count.
+
+    Args:
+        shapes: of the whole weights, by their names in a Transformers checkpoint.
+        hf: the Transformers config.
+        tied: whether the head is the embedding.
+    """
+    head = _EMBEDDING if tied else _HEAD
+    sizes: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if name.endswith(head):
+            sizes["trained_head"] += math.prod(shape)
+        elif len(shape) > 1 and not name.endswith(_EMBEDDING):
+            sizes["experts" if ".experts." in name else "trained"] += math.prod(shape)
+    if experts := sizes.pop("experts", 0):
+        count = getattr(hf, "num_local_experts", None) or hf.num_experts
+        sizes["trained"] += experts * hf.num_experts_per_tok // count
+    return {**sizes, "attention": hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf)}

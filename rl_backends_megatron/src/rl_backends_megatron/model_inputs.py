@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.context_parallel import packed_shard, row_shard
-from rl_backends_megatron.layers import PackedRows
+from rl_backends_megatron.layers import PackedRows, packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
 from rl_core.backend import BatchedDataDict, MicrobatchSplitter, scored_tokens
 from rl_core.data.shared_prefix import pack_rows

@@ -4,11 +4,27 @@ Megatron-Core shards optimizer state over ranks, so it builds the optimizer itse
 backends. A *proxy*, the same torch optimizer class for a single number, is what torch's schedule acts on; the settings of its
 parameter group are copied to Megatron's groups before each step. All torch schedules therefore work, and torch's own classes
 check the arguments.
+
+Corrections that Megatron-Core 0.16.1 needs to save and load its optimizers' state completely.
+
+Without them, three things go wrong, mostly silently:
+
+- Megatron expects fused optimizers, which have state from the start and one step count for all parameters. torch's optimizers
+  have no state before the first step, and a count per parameter. Loading then fails, or gives all parameters *one* shared
+  counter, which each of them increments in a step (an error of 3.5e-4 in the next update).
+- The distributed optimizer saves state without the padding between gradient buckets, but reads it at offsets that include the
+  padding. With several buckets, every parameter after the first bucket is saved shifted.
+- With expert parallelism, experts have a separate optimizer. Tensors are saved under names of the full model, but values saved
+  once per optimizer (groups, step count) have a different form for one optimizer than for two.
+
+Moves tensors between a device and pinned host memory in place, so that Megatron's views of them stay valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +32,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.megatron_internals import ENTRIES_OF_PARAMETER
+from rl_backends_megatron.megatron_internals import ENTRIES_OF_PARAMETER, GATHERED_STATE, LOADED_STATE
 from rl_backends_megatron.model import DTYPES, Chunks
 from rl_core.backend import OptimizerSettings, build_scheduler
 from rl_core.config.schema import OptimizerConfig
@@ -294,3 +312,176 @@ def _proxy(config: OptimizerConfig) -> torch.optim.Optimizer:
             f"`policy.optimizer.kwargs`: {config.name} rejects {kwargs}: {error}", key="policy.optimizer.kwargs"
         ) from error
     return proxy
+
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def init_state(megatron_optimizer: Any) -> None:
+    """Give every parameter its initial optimizer state; does nothing for optimizers that are not torch's.
+
+    Args:
+        megatron_optimizer: one of Megatron's optimizers.
+    """
+    optimizer = megatron_optimizer.optimizer
+    if not isinstance(optimizer, _OF_TORCH):
+        return
+    megatron_optimizer.init_state_fn = _do_nothing
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = _first_state(group, parameter)
+
+
+def separate_step_counters(megatron_optimizer: Any) -> None:
+    """Give every parameter its own step counter, on its device."""
+    if not isinstance(megatron_optimizer.optimizer, _OF_TORCH):
+        return
+    for parameter, state in megatron_optimizer.optimizer.state.items():
+        if "exp_avg" in state:
+            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).to(parameter.device, copy=True)
+
+
+def match_layout(requested: Mapping[Any, Any], found: Mapping[Any, Any], *, steps: int) -> dict[Any, Any]:
+    """A loaded state in the form that the current optimizers read, even if a different number of optimizers saved it.
+
+    Args:
+        requested: the current optimizers' own state; by index if there are several.
+        found: the loaded state: tensors in the form of `requested`, and values saved once per optimizer.
+        steps: number of steps that had been taken when it was saved.
+    """
+    several = all(isinstance(key, int) for key in requested)
+    if all(isinstance(key, int) == several for key in found):
+        return _set_step_counts(dict(found), 0)
+    # Groups contain settings, which the schedule sets before each step, so the current optimizers' groups can be used.
+    return _set_step_counts(_fill_missing(found, requested), steps)
+
+
+def _fill_missing(found: Any, requested: Any) -> Any:
+    """`found`, completed with entries of `requested`; lists are loaded at full length, but without plain values."""
+    if isinstance(requested, Mapping):
+        have = found or {}
+        return {key: _fill_missing(have.get(key), value) for key, value in requested.items()}
+    if isinstance(requested, list) and isinstance(found, list) and len(found) == len(requested):
+        return [_fill_missing(*pair) for pair in zip(found, requested, strict=True)]
+    return requested if found is None else found
+
+
+def _set_step_counts(state: dict[Any, Any], steps: int) -> dict[Any, Any]:
+    """Set the step counts that a checkpoint omits, which it also does if they are zero; changes and returns `state`."""
+    entries = state.get("state")
+    for group in state.get("param_groups", ()):
+        if "step" in group and steps:
+            group["step"] = float(steps)
+    if isinstance(entries, dict) and "param_groups" in state:
+        if any("exp_avg" in entry and "step" not in entry for entry in entries.values() if isinstance(entry, dict)):
+            entries.setdefault("common_step", torch.tensor(float(steps)))
+    else:
+        for each in state.values():
+            if isinstance(each, dict):
+                _set_step_counts(each, steps)
+    return state
+
+
+@contextmanager
+def patched_state_io(megatron_optimizers: Sequence[Any]) -> Iterator[None]:
+    """Make distributed optimizers save and load complete state while the block runs."""
+    distributed = [each for each in megatron_optimizers if isinstance(each, DistributedOptimizer)]
+    for megatron_optimizer in distributed:
+        gather = GATHERED_STATE.of(megatron_optimizer)
+        setattr(megatron_optimizer, GATHERED_STATE.name, partial(_with_padding, megatron_optimizer, gather))
+        if isinstance(megatron_optimizer.optimizer, _OF_TORCH):
+            setattr(megatron_optimizer, LOADED_STATE.name, partial(_copy_into, megatron_optimizer))
+    try:
+        yield
+    finally:
+        for megatron_optimizer in distributed:
+            for internal in (GATHERED_STATE, LOADED_STATE):
+                megatron_optimizer.__dict__.pop(internal.name, None)
+
+
+def _with_padding(megatron_optimizer: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The gathered state of every buffer, including the padding between its buckets."""
+    found = gather(*args, **kwargs)
+    for number, buffer in enumerate(megatron_optimizer.buffers):
+        if found is None or len(buffer.buckets) == 1:
+            continue
+        for tensors in found[number].values():
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                tensors[name] = _insert_padding(tensors[name], buffer)
+    return found
+
+
+def _insert_padding(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+    padded = compact.new_zeros(buffer.numel)
+    start = 0
+    for bucket in buffer.buckets:
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return padded
+
+
+@torch.no_grad()
+def _copy_into(megatron_optimizer: Any, model_parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    group, index = megatron_optimizer.model_param_group_index_map[model_parameter]
+    own = megatron_optimizer.optimizer.param_groups[group]["params"][index]
+    for name, target in {"param": own, **megatron_optimizer.optimizer.state[own]}.items():
+        if name in tensors:
+            target.copy_(tensors[name])
+
+
+def _first_state(group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    if "betas" in group:
+        return {
+            "step": torch.tensor(0.0, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return {"momentum_buffer": torch.zeros_like(parameter)} if group.get("momentum") else {}
+
+
+def _do_nothing(*_: Any) -> None:
+    return None
+
+
+class Offloader:
+    """Tensors that leave the device while nothing computes with them.
+
+    Only the memory of a storage is freed: parameters that are views of one buffer, and buckets of the distributed optimizer,
+    are valid again after `restore`. Host memory is kept for the next `offload`, because pinning it takes longer than a copy.
+
+    Args:
+        tensors: returns the tensors; called at each `offload`.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """All bytes of each storage that was freed, and their copy in host memory."""
+        self._kept: dict[StorageWeakRef, torch.Tensor] = {}
+        """Host memory by storage."""
+
+    def offload(self) -> None:
+        """Copy the tensors to host memory and free them; does nothing for those that have no memory."""
+        storages = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in self._tensors()}
+        for identity, tensor in storages.items():
+            storage = tensor.untyped_storage()
+            if not storage.nbytes():
+                continue
+            everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            host = self._kept.get(identity)
+            if host is None or host.numel() != everything.numel():
+                host = torch.empty(everything.numel(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+                self._kept[identity] = host
+            host.copy_(everything, non_blocking=True)
+            self._offloaded.append((everything, host))
+        if any(everything.is_cuda for everything, _ in self._offloaded):
+            torch.cuda.current_stream().synchronize()
+        for everything, _ in self._offloaded:
+            everything.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Copy the tensors back; does nothing if they are on the device."""
+        for everything, host in self._offloaded:
+            everything.untyped_storage().resize_(host.numel())
+            everything.copy_(host, non_blocking=True)
+        self._offloaded.clear()

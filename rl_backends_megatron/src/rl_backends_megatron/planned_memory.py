@@ -19,9 +19,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
-from rl_backends_megatron.matrix_sizes import matrix_sizes
 from rl_backends_megatron.megatron_internals import check_megatron
-from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied
+from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied, matrix_sizes
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head

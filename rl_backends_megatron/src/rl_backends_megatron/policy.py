@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_backends_megatron.checks import check_compatibility
-from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig, check_compatibility
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
 from rl_backends_megatron.optimizer import check_optimizer
@@ -55,7 +54,7 @@ class MegatronPolicy(DistributedPolicy):
 
     memory_planner = "rl_backends_megatron.planned_memory:PolicyMemory"
     time_planner = "rl_backends_megatron.planned_time:PolicyTime"
-    checkpoint_conversions = {"megatron": "rl_backends_megatron.convert:to_megatron"}  # noqa: RUF012
+    checkpoint_conversions = {"megatron": "rl_backends_megatron.loading:to_megatron"}  # noqa: RUF012
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import forward
+from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import GenerationConfig
-from rl_core.config.source_tree import dotted
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader, SampledRow, to_output
 from rl_core.errors import NotSupportedError

@@ -12,8 +12,7 @@ from typing import Any, Final
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from rl_backends_megatron.families import Family, Weight
-from rl_backends_megatron.weight_layouts import Replicated, Source
+from rl_backends_megatron.families import Family, Replicated, Source, Weight
 
 _HEAD: Final = "score.weight"
 _OUTPUT: Final = "output_layer.weight"

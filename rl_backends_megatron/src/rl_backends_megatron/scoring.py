@@ -1,4 +1,12 @@
-"""Runs microbatches through the pipeline, and converts the last stage's output to one number per token."""
+"""Runs microbatches through the pipeline, and converts the last stage's output to one number per token.
+
+Log-probabilities, entropy and top k tokens from logits whose vocabulary is sharded over ranks, without gathering them.
+
+With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
+(z - m). Per position, the ranks exchange a maximum and a few sums, and for the top k their own top k, which contain the global
+ones. Padding columns of the vocabulary are masked. Megatron-Core's own cross entropy overwrites its logits, counts padding
+columns, takes one target per position, and does not compute the entropy.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.autograd.function import once_differentiable
 
 from rl_backends_megatron.config import MegatronPolicyConfig
-from rl_backends_megatron.context_parallel import sum_over_ranks
-from rl_backends_megatron.gpt import unwrap
-from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from rl_backends_megatron.layers import sum_over_ranks
+from rl_backends_megatron.model import unwrap
 from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.parallel import Ranks
 from rl_core.backend import return_freed_memory
@@ -175,3 +184,153 @@ def _run(models: Sequence[Any], inputs: Sequence[ModelInput], consume: Callable[
         forward_only=not learn,
         collect_non_loss_data=not learn,
     )
+
+
+def vocab_parallel_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: Any,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target, and optionally the entropy of each distribution, in nats.
+
+    Args:
+        logits: [N, V' / R] any float type; this rank's columns, not modified.
+        targets: [N] int64 token ids below `vocab_size`, or [N, C] with C per position.
+        group: the R tensor-parallel ranks.
+        vocab_size: V; columns from there to V' are padding.
+        temperature: logits are divided by it.
+        chunk: positions computed at one time, in float32.
+        entropy: whether to compute the entropy.
+
+    Returns:
+        [N] or [N, C] float32, and [N] float32 or None, the same on every rank and differentiable in `logits`.
+    """
+    several = targets if targets.ndim == 2 else targets.unsqueeze(1)
+    logprobs, entropies = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, several, group, vocab_size, temperature, chunk, entropy
+    )
+    return logprobs.view(targets.shape), entropies
+
+
+def vocab_parallel_topk(
+    logits: torch.Tensor, *, k: int, group: Any, vocab_size: int, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` most likely tokens at each position, most likely first.
+
+    Args:
+        logits: [N, V' / R] any float type; this rank's columns.
+        k: at most `vocab_size`.
+        group: the R tensor-parallel ranks.
+        vocab_size: V; columns from there to V' are padding.
+        temperature: logits are divided by it.
+        chunk: positions computed at one time, in float32.
+
+    Returns:
+        Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; the same on every rank, without a gradient.
+    """
+    first, own_k = group.rank() * logits.size(1), min(k, logits.size(1))
+    ids = torch.empty(len(logits), own_k, dtype=torch.int64, device=logits.device)
+    # The last column is this rank's contribution to the normalizer, as a logarithm.
+    scores = torch.empty(len(logits), own_k + 1, dtype=torch.float32, device=logits.device)
+    with torch.no_grad():
+        for start in range(0, len(logits), chunk):
+            rows = slice(start, start + chunk)
+            z = _scaled(logits[rows], vocab_size - first, temperature)
+            scores[rows, :own_k], columns = z.topk(own_k, dim=1)
+            scores[rows, own_k] = z.logsumexp(1)
+            ids[rows] = columns + first
+        all_ids, all_scores = _gather_ranks(ids, group), _gather_ranks(scores, group)
+        top, index = all_scores[:, :, :own_k].flatten(1).topk(k, dim=1)
+        normalizer = all_scores[:, :, own_k].logsumexp(1, keepdim=True)
+        return all_ids.flatten(1).gather(1, index), top - normalizer
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        group: Any,
+        vocab_size: int,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first = group.rank() * logits.size(1)
+        local = (targets >= first) & (targets < first + logits.size(1))
+        column = (targets - first).clamp(0, logits.size(1) - 1)
+        highest = _max_logits(logits, vocab_size - first, temperature, chunk)
+        _reduce_over_ranks(highest, dist.ReduceOp.MAX, group)
+        # Per position: logits of its targets, sum of exponentials, and sum of exponentials times logits.
+        sums = torch.zeros(len(logits), targets.size(1) + 2, dtype=torch.float32, device=logits.device)
+        for start in range(0, len(logits), chunk):
+            rows = slice(start, start + chunk)
+            z = _scaled(logits[rows], vocab_size - first, temperature).sub_(highest[rows, None])
+            sums[rows, :-2] = z.gather(1, column[rows]).masked_fill(~local[rows], 0.0)
+            # In place if possible: on a CPU, allocating a tensor of this size costs more than computing its sums.
+            power = z.exp() if with_entropy else z.exp_()
+            sums[rows, -2] = power.sum(1)
+            if with_entropy:
+                sums[rows, -1] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
+        _reduce_over_ranks(sums, dist.ReduceOp.SUM, group)
+        log_sum = sums[:, -2].log()
+        entropies = log_sum - sums[:, -1] / sums[:, -2] if with_entropy else None
+        ctx.save_for_backward(logits, column, local, highest + log_sum, entropies)
+        ctx.limit, ctx.temperature, ctx.chunk = vocab_size - first, temperature, chunk
+        return sums[:, :-2] - log_sum[:, None], entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits, column, local, normalizer, entropies = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for start in range(0, len(logits), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            log_p = _scaled(logits[rows], ctx.limit, ctx.temperature).sub_(normalizer[rows, None])
+            slope = None
+            if entropies is not None and grad_entropy is not None:
+                p = log_p.exp()
+                # dH/dz = -p (log p + H); p log p is 0 where p is.
+                slope = (log_p.masked_fill(p == 0, 0.0) + entropies[rows, None]).mul_(p).mul_(grad_entropy[rows, None])
+            part = log_p.exp_().mul_(-grad[rows].sum(1, keepdim=True))
+            part.scatter_add_(1, column[rows], grad[rows] * local[rows])
+            if slope is not None:
+                part -= slope
+            if ctx.temperature != 1.0:
+                part /= ctx.temperature
+            result[rows] = part
+        return result, None, None, None, None, None, None
+
+
+def _reduce_over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:
+    """Reduce in place over the ranks. A single rank skips it, to avoid waking threads of its process group."""
+    if group.size() > 1:
+        dist.all_reduce(own, op=op, group=group)
+
+
+def _gather_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """[N, R, k] from [N, k] on each of the R ranks."""
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    return torch.stack(gathered, dim=1)
+
+
+def _scaled(logits: torch.Tensor, limit: int, temperature: float) -> torch.Tensor:
+    """[n, V' / R] float32, a copy; minus infinity in padding columns, those from `limit` on."""
+    z = logits.float() / temperature if temperature != 1.0 else logits.to(torch.float32, copy=True)
+    if limit < z.size(1):
+        z[:, max(0, limit) :] = float("-inf")
+    return z
+
+
+def _max_logits(logits: torch.Tensor, limit: int, temperature: float, chunk: int) -> torch.Tensor:
+    """[N] float32, the largest logit of this rank's columns; minus infinity if all of them are padding."""
+    if limit <= 0 or not len(logits):
+        return torch.full((len(logits),), float("-inf"), dtype=torch.float32, device=logits.device)
+    return torch.cat([part.amax(1).float() / temperature for part in logits[:, :limit].split(chunk)])

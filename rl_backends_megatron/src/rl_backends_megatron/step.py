@@ -25,7 +25,7 @@ from rl_core.backend import (
     reduce_metrics,
 )
 from rl_core.errors import NonFiniteError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 
 Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Loss and metrics of a microbatch."""

@@ -12,18 +12,14 @@ from typing import Any, Final
 import torch
 
 from rl_backends_megatron import training_state
-from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.config import MegatronPolicyConfig, memory_advice
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
-from rl_backends_megatron.loading import LoadedModel, build_model
-from rl_backends_megatron.matrix_sizes import matrix_sizes
-from rl_backends_megatron.memory_advice import memory_advice
-from rl_backends_megatron.model import DTYPES, is_tied
+from rl_backends_megatron.loading import LoadedModel, ReferencePolicy, build_model
+from rl_backends_megatron.model import DTYPES, is_tied, matrix_sizes
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput, filler_microbatch
-from rl_backends_megatron.offloading import Offloader
-from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
+from rl_backends_megatron.optimizer import FrozenModel, Offloader, TrainableModel
 from rl_backends_megatron.parallel import Ranks, join, leave
-from rl_backends_megatron.reference import ReferencePolicy
 from rl_backends_megatron.scalar_head import describe_classifier
 from rl_backends_megatron.scoring import LogprobHead, ValueHead, forward, make_head
 from rl_backends_megatron.step import optimizer_step
@@ -42,9 +38,9 @@ from rl_core.backend import (
     refuse_other_head,
 )
 from rl_core.config.schema import GenerationConfig
-from rl_core.data.conversation_tokens import decode
+from rl_core.data.tokenizer import decode
 from rl_core.errors import CheckpointError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import explaining_memory
 
 _SHARDS_OPTIMIZER: Final = "use_distributed_optimizer"

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
-from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunSections

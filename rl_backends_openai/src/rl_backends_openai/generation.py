@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_backends_openai.config import OpenAIConfig
-from rl_backends_openai.probe import probe
-from rl_backends_openai.server import OpenAIServer, Reply
+from rl_backends_openai.server import OpenAIServer, Reply, probe
 from rl_backends_openai.weight_updates import WeightUpdates, updates_of
 from rl_core.backend import (
     BatchedDataDict,

@@ -206,7 +206,7 @@ class RlcoreUpdates(WeightUpdates):
 
 
 class VllmUpdates(WeightUpdates):
-    """Weight updates of vLLM's server with `rl_backends_vllm.server_extension`."""
+    """Weight updates of vLLM's server with `rl_backends_vllm.refit`."""
 
     async def _is_paused(self) -> bool:
         try:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Timeout for the core process to exit; then it is killed. It needs about two seconds on an idle machine. A worker has
-`rl_core.cluster.deadlines.Deadlines.stop_s` for all of its shutdown."""
+`rl_core.cluster.worker_group.Deadlines.stop_s` for all of its shutdown."""
 STOP_LOOP_TIMEOUT_S = 2.0
 """Timeout for the event loop to end its current callback; then its thread is left to the end of the process."""
 _EXITED = "The core process of the vLLM engine exited."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, ClassVar
 
-from rl_backends_vllm.extension import pack, unpack
+from rl_backends_vllm.refit import pack, unpack
 from rl_backends_vllm.torch_threads import use_torch_threads
 from rl_core.errors import ConfigError, EngineDiedError
 
@@ -103,7 +103,7 @@ class Engine(ABC):
             raise
 
     def refit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of `rl_backends_vllm.extension.METHODS` in every worker process; returns one result per process."""
+        """Call a method of `rl_backends_vllm.refit.METHODS` in every worker process; returns one result per process."""
         return unpack(self.rpc("rlcore_refit", method, pack(*args, **kwargs)))
 
 

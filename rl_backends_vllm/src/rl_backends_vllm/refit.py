@@ -8,17 +8,36 @@ compares the log-probabilities of its prompts.
 vLLM keeps references to tensors of incomplete layers, so the remaining tensors of a bucket are cloned before its memory is
 reused. The reload does not update the packed copy of a tied output layer, so it is packed again here. On a CPU, vLLM packs the
 experts of a mixture only when it creates their kernel, so the kernel is removed first.
+
+Mixed into vLLM's worker class: a single RPC method for refit operations that preserves exceptions.
+
+The engine's workers may run in other processes, from which vLLM reports exceptions as a line of text. Arguments and results are
+therefore pickled here, so that the original exception is raised in the caller.
+
+Worker extension for vLLM's own server: replaces weights by files of one folder, with strings as arguments.
+
+`--worker-extension-cls rl_backends_vllm.refit.ServerWeights` adds the methods below to every worker. Clients call
+them through the route `/collective_rpc`, which exists only with `VLLM_SERVER_DEV_MODE=1` and passes strings. Nothing is
+unpickled: weights are safetensors files below `RLCORE_WEIGHT_UPDATES_DIR`, and arguments and results are JSON or plain text. A
+load packs a tied output layer again and fails if a layer was not updated (`rl_backends_vllm.refit`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from rl_backends_vllm.device import enable_amx
+from rl_backends_vllm.shm_cleanup import unlink_shared_memory
 from rl_backends_vllm.torch_threads import use_torch_threads
 from rl_core.backend import (
     CheckpointNames,
@@ -26,13 +45,16 @@ from rl_core.backend import (
     WeightReceiver,
     dtype_name,
     dtype_of,
+    file_digest,
     manifest_of,
     manifest_to_send,
     natural_kind,
+    refuse_non_finite_file,
+    resolve_below,
     tensor_digests,
     weights_of,
 )
-from rl_core.errors import WeightSyncError
+from rl_core.errors import RLCoreError, WeightSyncError
 
 
 class VllmWeightReceiver(WeightReceiver):
@@ -232,3 +254,147 @@ def _shared_weights(model: torch.nn.Module) -> set[str]:
             shared.add(name)
         seen.add(id(weight))
     return shared
+
+
+METHODS = frozenset(
+    {
+        "prepare_refit_info", "update_weights", "init_collective", "update_weights_from_collective", "weight_digests",
+        "weight_fingerprint", "get_weight_version", "require_complete_weights", "leave_refit", "expected_weights",
+    }
+)  # fmt: skip
+"""Receiver methods that may be called remotely."""
+
+
+class RefitExtension:
+    """Mixed into `vllm.v1.worker.worker_base.Worker` by `EngineArgs.worker_extension_cls`."""
+
+    rlcore_receiver: VllmWeightReceiver | None = None
+
+    def rlcore_init_receiver(self, replica: int, device: str) -> None:
+        """Create the weight receiver of this process. Must be called first, before the first row."""
+        enable_amx(device)
+        unlink_shared_memory()
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        self.rlcore_receiver = VllmWeightReceiver(
+            self,
+            context=SimpleNamespace(rank=replica, device=device),
+            rank_in_replica=self.rank,  # type: ignore[attr-defined]
+            processes=parallel.world_size,
+        )
+
+    def rlcore_refit(self, method: str, arguments: bytes) -> bytes:
+        """Call a method of the receiver with pickled (args, kwargs); returns its pickled result or exception."""
+        if method not in METHODS:
+            raise AttributeError(f"{method!r} is not a refit method")
+        args, kwargs = pickle.loads(arguments)
+        try:
+            result: tuple[Any, Exception | None] = (getattr(self.rlcore_receiver, method)(*args, **kwargs), None)
+        except Exception as error:  # raised again on the other side
+            result = (None, error)
+        return pickle.dumps(result)
+
+
+def pack(*args: Any, **kwargs: Any) -> bytes:
+    """Arguments for `rlcore_refit`."""
+    return pickle.dumps((args, kwargs))
+
+
+def unpack(answers: list[bytes]) -> list[Any]:
+    """Results of all processes; raises the first exception."""
+    results = [pickle.loads(answer) for answer in answers]
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [value for value, _ in results]
+
+
+FOLDER = "RLCORE_WEIGHT_UPDATES_DIR"
+"""Environment variable with the folder of the weights."""
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# vLLM imports this module before it computes anything.
+enable_amx(_DEVICE)
+
+
+class ServerWeights:
+    """Mixed into `vllm.v1.worker.worker_base.Worker`. Each method returns JSON; a failure is `{"error": reason}`."""
+
+    rlcore_weights: VllmWeightReceiver | None = None
+
+    def rlcore_prepare(self, weights: str) -> str:
+        """Begin an update.
+
+        Args:
+            weights: JSON of name to [shape, dtype].
+
+        Returns:
+            `dtypes`: name to the dtype in which each weight must be sent.
+        """
+
+        def prepare() -> dict[str, Any]:
+            manifest = {name: (tuple(shape), dtype) for name, (shape, dtype) in json.loads(weights).items()}
+            return {"dtypes": self._rlcore_receiver().prepare_refit_info(manifest)}
+
+        return _as_json(prepare)
+
+    def rlcore_update(self, file: str, refit: str, version: str, digest: str) -> str:
+        """Load one file.
+
+        Args:
+            file: its path below the folder.
+            refit: name of the update.
+            version: number of optimizer steps behind the weights.
+            digest: XXH3-128 of the file.
+        """
+
+        def update() -> dict[str, Any]:
+            path = resolve_below(_folder(), file)
+            if file_digest(path) != digest:
+                raise WeightSyncError(
+                    f"{file} differs from the file that was written: this server's folder is another one or out of date. "
+                    "Start the server with the policy's refit_folder."
+                )
+            refuse_non_finite_file(path)
+            handles = {"kind": "disk", "file": str(path), "refit": refit, "weight_version": int(version)}
+            self._rlcore_receiver().update_weights(handles)
+            return {"weight_version": self._rlcore_receiver().get_weight_version()}
+
+        return _as_json(update)
+
+    def rlcore_version(self) -> str:
+        """`weight_version`; -1 before the first update and during an update."""
+        return _as_json(lambda: {"weight_version": self._rlcore_receiver().get_weight_version()})
+
+    def rlcore_fingerprint(self) -> str:
+        """`fingerprint` of the received weights, and `digests`, name to the digest of each."""
+
+        def fingerprint() -> dict[str, Any]:
+            receiver = self._rlcore_receiver()
+            return {"fingerprint": receiver.weight_fingerprint(), "digests": receiver.weight_digests()}
+
+        return _as_json(fingerprint)
+
+    def _rlcore_receiver(self) -> VllmWeightReceiver:
+        if self.rlcore_weights is None:
+            self.rlcore_weights = VllmWeightReceiver(
+                self,
+                context=SimpleNamespace(rank=0, device=_DEVICE),
+                rank_in_replica=self.rank,  # type: ignore[attr-defined]
+                processes=self.vllm_config.parallel_config.world_size,  # type: ignore[attr-defined]
+            )
+        return self.rlcore_weights
+
+
+def _folder() -> Path:
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        raise WeightSyncError(f"The server was started without {FOLDER}, the folder of the weights.")
+    return Path(folder).resolve()
+
+
+def _as_json(function: Callable[[], dict[str, Any]]) -> str:
+    """The result; an error must be returned, because vLLM stops its engine if a worker raises."""
+    try:
+        return json.dumps(function())
+    except (RLCoreError, ValueError, TypeError, AssertionError, RuntimeError) as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})

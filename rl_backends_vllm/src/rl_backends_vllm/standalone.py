@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_backends_vllm.config import VllmConfig
-from rl_core.config.python_sections import section_from_keywords
+from rl_core.config.validator import section_from_keywords
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.policy import RefitManifest

@@ -313,7 +313,7 @@ class VllmGenerationWorker(GenerationWorker):
             # It refuses each JSON schema that it cannot enforce; xgrammar 0.2.8, the default, ignores some keywords.
             "structured_outputs_config": {"backend": "guidance"},
             "logits_processors": [greedy_processor(self.context.device)] if self._config.temperature != 1.0 else None,
-            "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
+            "worker_extension_cls": "rl_backends_vllm.refit.RefitExtension",
             "disable_log_stats": True,
             # The run draws its own progress bars.
             "use_tqdm_on_load": False,

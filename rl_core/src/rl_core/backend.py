@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_core.config.python_sections import section_from_keywords as section_from_keywords
+from rl_core.config.validator import section_from_keywords as section_from_keywords
 from rl_core.data.batched_data_dict import BatchedDataDict as BatchedDataDict
 from rl_core.data.generation_io import Completion as Completion
 from rl_core.data.generation_io import LengthLimits as LengthLimits
@@ -24,7 +24,7 @@ from rl_core.dispatch.policy import DistributedPolicy as DistributedPolicy
 from rl_core.dispatch.replica_rows import ROW_KEYS as ROW_KEYS
 from rl_core.dispatch.replica_rows import pad_rows_to_multiple as pad_rows_to_multiple
 from rl_core.dispatch.replica_rows import select_columns as select_columns
-from rl_core.dispatch.text import TextGeneration as TextGeneration
+from rl_core.dispatch.streaming import TextGeneration as TextGeneration
 from rl_core.first_use import import_on_first_use
 from rl_core.interfaces.policy import RefitManifest as RefitManifest
 from rl_core.interfaces.worker import GenerationFacts as GenerationFacts

@@ -7,21 +7,17 @@ from typing import TYPE_CHECKING
 from rl_core.first_use import import_on_first_use
 
 if TYPE_CHECKING:
-    from rl_envs.arithmetic.dataset import ArithmeticDataset
-    from rl_envs.arithmetic.environment import ArithmeticEnvironment
+    from rl_envs.arithmetic import ArithmeticDataset, ArithmeticEnvironment
     from rl_envs.code.environment import CodeEnvironment
-    from rl_envs.guess.dataset import GuessNumberDataset
-    from rl_envs.guess.environment import GuessNumberEnvironment
-    from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
-    from rl_envs.judge.environment import JudgeEnvironment
+    from rl_envs.guess import GuessNumberDataset, GuessNumberEnvironment
+    from rl_envs.instruction_following import InstructionFollowingEnvironment
+    from rl_envs.judge import JudgeEnvironment
     from rl_envs.math.environment import MathEnvironment
-    from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
-    from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment
-    from rl_envs.reward_model.environment import RewardModelEnvironment
-    from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
-    from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+    from rl_envs.reasoning_gym.environment import ReasoningGymDataset, ReasoningGymEnvironment
+    from rl_envs.reward_model import RewardModelEnvironment
+    from rl_envs.sliding_puzzle import SlidingPuzzleDataset, SlidingPuzzleEnvironment
     from rl_envs.tools.environment import ToolsEnvironment
-    from rl_envs.weather.environment import WeatherEnvironment
+    from rl_envs.weather import WeatherEnvironment
 
 __all__ = [
     "ArithmeticDataset",

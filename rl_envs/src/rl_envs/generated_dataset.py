@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rl_core.interfaces.dataset import Dataset, Record
+from rl_core.interfaces.records import Dataset, Record
 from rl_envs.config import GeneratedDatasetConfig, read_section
 
 HELD_OUT = 8

@@ -1,13 +1,19 @@
-"""The local endpoint that answers agents from the training engine: chat completions with a key per rollout."""
+"""The local endpoint that answers agents from the training engine: chat completions with a key per rollout.
+
+Turns of agents: sampled in the thread of the training engine, and awaited or streamed in that of the endpoint.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import secrets
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -15,24 +21,26 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from rl_core.interfaces.messages import Message
-from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
-from rl_serve.bodies import BodyRoute
-from rl_serve.chat_format import ChatFormat, read_messages
+from rl_core.errors import RLCoreError
+from rl_core.interfaces.records import Message
+from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.deltas import ChatDeltas, CompletionResponses
-from rl_serve.engine import SampledRow, SamplingRow
+from rl_serve.edge import BodyRoute, LimitsMiddleware, bearer_key, server_config
+from rl_serve.engine import SampledRow, SamplingRow, TokenizerThreads
 from rl_serve.errors import ApiError, add_error_handlers
-from rl_serve.event_streams import EventStream, cancel_on_disconnect, errors_as_events
-from rl_serve.limits_middleware import LimitsMiddleware, bearer_key
-from rl_serve.listening import server_config
-from rl_serve.model_routes import add_model_routes
-from rl_serve.offered_tools import read_offered_tools
-from rl_serve.requests import ChatRequest
-from rl_serve.responses import ChoiceFormat
+from rl_serve.requests import ChatRequest, read_response_format
+from rl_serve.responses import ChoiceFormat, EventStream, cancel_on_disconnect, errors_as_events
 from rl_serve.sampling import Limits, SamplingPlan
-from rl_serve.structured_outputs import read_response_format
-from rl_serve.tokenizer_threads import TokenizerThreads
-from rl_train.agents.model_server import AgentRequest, AgentTurn, ModelServer, ServerSettings, TurnSource
+from rl_serve.serving import add_model_routes
+from rl_train.agents.model_server import (
+    AgentLimitError,
+    AgentRequest,
+    AgentSessionEndedError,
+    AgentTurn,
+    ModelServer,
+    ServerSettings,
+    TurnSource,
+)
 
 _LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20, body_timeout_s=600.0, read_timeout_s=600.0)
 """Agents are trusted functions of the run, which may keep its process busy; the number of rollouts limits their requests."""
@@ -206,3 +214,63 @@ def _plan_of(requested: AgentRequest, turn: AgentTurn) -> SamplingPlan:
         prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=tuple(requested.stop_strings)
     )
     return SamplingPlan(rows=[row], greedy=False, prompts=[turn.prompt], n=1)
+
+
+_log = logging.getLogger(__name__)
+
+
+async def sample_turn(turns: TurnSource, requested: AgentRequest) -> AgentTurn:
+    """The next turn of a rollout.
+
+    Raises:
+        ApiError: the rollout has reached a limit or has ended, or the engine failed.
+    """
+    try:
+        return await turns.sample(requested)
+    except AgentLimitError as error:
+        raise ApiError(400, str(error), code="context_length_exceeded") from error
+    except AgentSessionEndedError as error:
+        raise ended_error(str(error)) from error
+    except RLCoreError as error:
+        _log.exception("the engine failed")
+        raise ApiError(503, f"The engine failed: {type(error).__name__}.") from error
+
+
+async def stream_turn(turns: TurnSource, requested: AgentRequest) -> AsyncGenerator[tuple[AgentTurn, bool], None]:
+    """Yield (the turn with its tokens so far, whether it is finished); closing the iterator cancels an unfinished turn.
+
+    Raises:
+        ApiError: as `sample_turn`.
+    """
+    here = asyncio.get_running_loop()
+    arrivals: asyncio.Queue[AgentTurn | None] = asyncio.Queue()
+
+    def put(turn: AgentTurn) -> None:
+        with suppress(RuntimeError):  # the endpoint was shut down meanwhile
+            here.call_soon_threadsafe(arrivals.put_nowait, turn)
+
+    sampling = asyncio.ensure_future(sample_turn(turns, replace(requested, on_tokens=put)))
+    sampling.add_done_callback(lambda _: arrivals.put_nowait(None))
+    try:
+        while (turn := await arrivals.get()) is not None:
+            yield turn, False
+        yield sampling.result(), True
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+
+
+def ended_error(message: str) -> ApiError:
+    """The error of a key whose rollout does not exist."""
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def row_of(turn: AgentTurn, *, is_finished: bool = True) -> SampledRow:
+    """A turn as a completion of the server."""
+    return SampledRow(
+        token_ids=turn.token_ids,
+        logprobs=turn.logprobs,
+        truncated=turn.truncated,
+        weight_version=turn.weight_version,
+        is_finished=is_finished,
+    )

@@ -12,9 +12,16 @@ from fastapi.responses import JSONResponse, Response
 
 from rl_serve.chat_service import ChatService, CompleteChat, Completion, Transcript
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import DONE, EventStream, cancel_on_disconnect, errors_as_events, server_sent_event
 from rl_serve.requests import ChatRequest, ForwardedChatRequest
-from rl_serve.responses import ResponseHead, token_counts
+from rl_serve.responses import (
+    DONE,
+    EventStream,
+    ResponseHead,
+    cancel_on_disconnect,
+    errors_as_events,
+    server_sent_event,
+    token_counts,
+)
 from rl_serve.sampling import Limits
 
 _PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "response_format", "continue_final_message")

@@ -59,7 +59,7 @@ def serve(
         rlcore serve ++server.host=localhost ++server.port=5000 ++prompt_config=generic/math ++generate_port=7000
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
-    from rl_serve.listening import Address
+    from rl_serve.edge import Address
     from rl_serve.sampling import Limits
     from rl_serve.serving import refuse_without_model, serve_model, serve_proxy
     from rl_serve.update_options import read_update_options, vllm_command

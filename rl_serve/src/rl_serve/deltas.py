@@ -9,14 +9,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from rl_serve.chat_format import AssistantMessage, ChatFormat
-from rl_serve.engine import SampledRow
+from rl_serve.chat_format import AssistantMessage, ChatFormat, OfferedTools
+from rl_serve.engine import SampledRow, TokenizerThreads
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import DONE, server_sent_event
-from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
-from rl_serve.offered_tools import OfferedTools
-from rl_serve.responses import ChoiceFormat, ResponseHead, usage
-from rl_serve.tokenizer_threads import TokenizerThreads
+from rl_serve.responses import DONE, ChoiceFormat, IncrementalText, ResponseHead, cut_at_possible_stop, server_sent_event, usage
 
 
 class RowDeltas:

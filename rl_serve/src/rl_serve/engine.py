@@ -1,11 +1,16 @@
-"""Runs a generation backend in a thread with its own event loop, so that sampling never blocks the HTTP server."""
+"""Runs a generation backend in a thread with its own event loop, so that sampling never blocks the HTTP server.
+
+Threads for work whose time grows with the text of a request, so that the event loop answers other clients meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -13,7 +18,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import EngineDiedError, NotSupportedError, RLCoreError, WorkerDiedError, WorkerError
-from rl_core.event_loop import EventLoopThread
+from rl_core.event_loop import EventLoopThread, in_thread
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.testing.outputs.models import checked_generation, generated
 
@@ -276,3 +281,33 @@ def _row_of(output: BatchedDataDict[Any], row: int, start: int) -> SampledRow:
         is_finished="unfinished" not in output,
         top_logprobs=output["top_logprobs"][row] if "top_logprobs" in output else None,
     )
+
+
+_THREADS = 32
+"""More than a machine needs for throughput, so that short texts do not wait for the long texts of other requests."""
+
+
+class TokenizerThreads:
+    """Tokenizes and decodes in separate threads, because those of asyncio may all wait for code in the sandbox.
+
+    Tokenizers of the library `tokenizers` release the interpreter's lock while they work.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Call a function in a thread; it also finishes if the caller is cancelled.
+
+        Raises:
+            Exception: whatever the function raises.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="rl-serve-text")
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def close(self) -> None:
+        """Wait for the running calls, cancel the others, and end the threads; a later `run` starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await in_thread(partial(pool.shutdown, cancel_futures=True), name="rl-serve-close")

@@ -19,7 +19,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_core.testing.outputs.environment import metrics_checked, step_checked
 from rl_serve.errors import ApiError
-from rl_train.config.section_models import section_of
+from rl_train.config.schema import section_of
 
 _log = logging.getLogger(__name__)
 

@@ -13,19 +13,17 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from rl_core.data.conversation_tokens import decode, encode
+from rl_core.data.tokenizer import decode, encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
-from rl_core.plugins.capabilities import Capability
-from rl_serve.chat_format import ChatFormat, read_messages
+from rl_core.plugins.component import Capability
+from rl_serve.chat_format import NO_TOOLS, ChatFormat, OfferedTools, read_messages, read_offered_tools, requires_calls
 from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
 from rl_serve.deltas import ChatDeltas, CompletionDeltas, CompletionResponses, Deltas
-from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.engine import EngineThread, SampledRow, TokenizerThreads
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import EventStream, cancel_on_disconnect, errors_as_events
-from rl_serve.health import SharedCheck, read_engine_state
-from rl_serve.offered_tools import NO_TOOLS, OfferedTools, read_offered_tools, requires_calls
+from rl_serve.pausing import SharedCheck, read_engine_state
 from rl_serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -33,8 +31,10 @@ from rl_serve.requests import (
     GenerateTokensRequest,
     SamplingParameters,
     SamplingRequest,
+    read_response_format,
+    refuse_unsupported_fields,
 )
-from rl_serve.responses import ChoiceFormat, usage
+from rl_serve.responses import ChoiceFormat, EventStream, cancel_on_disconnect, errors_as_events, usage
 from rl_serve.sampling import (
     Limits,
     ParameterNames,
@@ -46,11 +46,8 @@ from rl_serve.sampling import (
     refuse_without,
 )
 from rl_serve.served_model import ServedModel
-from rl_serve.structured_outputs import read_response_format
-from rl_serve.tokenizer_threads import TokenizerThreads
-from rl_serve.unsupported_fields import refuse_unsupported_fields
 from rl_serve.weights_api import WeightUpdates
-from rl_train.rollouts.seeds import sample_seed
+from rl_train.rollouts.trajectory import sample_seed
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,14 @@
-"""Bodies of requests. Fields that the server does not support are named in an error instead of being ignored."""
+"""Bodies of requests. Fields that the server does not support are named in an error instead of being ignored.
+
+Fields of OpenAI's and vLLM's API that the server does not support: refused, unless their value changes nothing.
+
+JSON schemas that completions must fit: `response_format`, and limits that keep compiling a schema fast.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -19,7 +26,6 @@ from pydantic import (
 )
 
 from rl_serve.errors import ApiError, model_not_found
-from rl_serve.unsupported_fields import refuse_unsupported_fields
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FailFast()]
@@ -378,3 +384,113 @@ class ForwardedChatRequest(RequestBody, GradedRequest):
 
     messages: Messages
     n: int | None = Field(default=1, ge=1)
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "detokenize": (True,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+"""Values with which an unsupported field of OpenAI's or vLLM's API changes nothing, besides null."""
+
+
+def refuse_unsupported_fields(fields: Mapping[str, Any], *, no_ops: Collection[str] = (), where: str = "") -> None:
+    """Refuse fields that the server does not support and that would change a completion.
+
+    Args:
+        fields: the fields that a request has and its model does not declare.
+        no_ops: those that change nothing, whatever their value.
+        where: path of the fields in the request, with a final dot.
+
+    Raises:
+        ApiError: names all of them.
+    """
+    refused = sorted(
+        where + name
+        for name, value in fields.items()
+        if value is not None and name not in no_ops and value not in _NEUTRAL.get(name, ())
+    )
+    if refused:
+        raise ApiError(
+            400,
+            f"Unsupported: {', '.join(refused)}. Remove {'it' if len(refused) == 1 else 'them'}.",
+            param=refused[0],
+            code="unsupported_parameter",
+        )
+
+
+_MAX_SCHEMA_CHARS = 2**16
+_MAX_COUNT = 100_000
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+"""Keywords whose value decides how large the compiled grammar is."""
+
+
+def read_response_format(response_format: Any) -> dict[str, Any] | None:
+    """The JSON schema that a message must fit; None if it is text.
+
+    Raises:
+        ApiError: the format is not one of OpenAI's API, or the schema is too large.
+    """
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    if response_format == {"type": "json_object"}:
+        return {"type": "object"}
+    is_schema = isinstance(response_format, Mapping) and response_format.get("type") == "json_schema"
+    described = response_format.get("json_schema") if is_schema else None
+    if not isinstance(described, Mapping) or not isinstance(described.get("name"), str):
+        raise ApiError(
+            400,
+            'response_format must be {"type": "text"}, {"type": "json_object"}, or '
+            '{"type": "json_schema", "json_schema": {"name": STRING, "schema": SCHEMA}}.',
+            param="response_format",
+        )
+    schema = described.get("schema", {"type": "object"})
+    if not isinstance(schema, Mapping):
+        raise ApiError(400, "response_format.json_schema.schema must be an object.", param="response_format")
+    return refuse_large_schema(schema, param="response_format")
+
+
+def refuse_large_schema(schema: Mapping[str, Any], *, param: str) -> dict[str, Any]:
+    """The schema.
+
+    Raises:
+        ApiError: compiling it could take long.
+    """
+    if len(json.dumps(schema, ensure_ascii=False)) > _MAX_SCHEMA_CHARS:
+        raise ApiError(400, f"{param} has a JSON schema of more than {_MAX_SCHEMA_CHARS} characters.", param=param)
+    unread: list[Any] = [schema]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, Mapping):
+            for keyword in _COUNTS:
+                count = value.get(keyword)
+                if isinstance(count, int | float) and count > _MAX_COUNT:
+                    raise ApiError(400, f"{param} has a JSON schema with {keyword} above {_MAX_COUNT}.", param=param)
+            unread += value.values()
+        elif isinstance(value, list):
+            unread += value
+    return dict(schema)

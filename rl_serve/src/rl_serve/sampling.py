@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.plugins.capabilities import Capability
+from rl_core.plugins.component import Capability
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
 from rl_serve.requests import SamplingParameters
 from rl_serve.served_model import ServedModel
-from rl_train.rollouts.seeds import sample_seed
+from rl_train.rollouts.trajectory import sample_seed
 
 _MIN_TEMPERATURE = 1e-6
 MAX_HEADER_BYTES = 16 * 1024

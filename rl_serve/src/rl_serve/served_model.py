@@ -13,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from rl_core.config.diagnostics import Problems
-from rl_core.config.python_sections import section_of_values
+from rl_core.config.diagnostics import Problems, SourceLocation, dotted, node_from_plain
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.config.source_tree import SourceLocation, dotted, node_from_plain
+from rl_core.config.validator import section_of_values
 from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
@@ -26,13 +25,13 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.data_sections import PromptConfig
 from rl_train.config.loader import load_config
-from rl_train.config.overrides import apply_overrides
 from rl_train.config.rules.rule import Use
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.diagnostics.position_limit import position_limit
+from rl_train.config.values import apply_overrides
+from rl_train.data.processors import load_policy_tokenizer
+from rl_train.diagnostics.model_files import position_limit
 from rl_train.metrics.progress import reported_start
 from rl_train.run_folders.checkpoint_paths import find_weights
-from rl_train.run_folders.provenance import CONFIG
+from rl_train.run_folders.run_folder import CONFIG
 from rl_train.run_folders.run_names import similar_runs
 
 _UNLIMITED = 2**31 - 1

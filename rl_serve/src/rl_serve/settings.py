@@ -9,17 +9,15 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from rl_core.config.diagnostics import Problems
+from rl_core.config.diagnostics import KeyPath, Node, Problems, SourceLocation, node_from_plain
 from rl_core.config.introspection import NO_DEFAULT, all_fields, find_field
 from rl_core.config.section import Section
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation, node_from_plain
 from rl_core.config.validator import Validator
 from rl_core.errors import ConfigError
 from rl_sandbox.config import SandboxConfig
-from rl_train.config.interpolation import escape, resolve
-from rl_train.config.overrides import apply_overrides
 from rl_train.config.secrets import Secrets
-from rl_train.config.sources import read_sources
+from rl_train.config.sources import escape, read_sources, resolve
+from rl_train.config.values import apply_overrides
 from rl_train.prompts.prompt_files import prompt_problem
 
 

@@ -17,7 +17,7 @@ ADMIN_KEY = "RLCORE_SERVE_ADMIN_KEY"
 """Environment variable with the admin key."""
 FOLDER = "RLCORE_WEIGHT_UPDATES_DIR"
 """Environment variable with the folder from which the worker extension loads weights."""
-EXTENSION = "rl_backends_vllm.server_extension.ServerWeights"
+EXTENSION = "rl_backends_vllm.refit.ServerWeights"
 _ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", str(2**30), "--no-enable-chunked-prefill")
 """Compiling takes a minute there, vLLM would take most of the memory, and rows with seeds need whole prompts."""
 

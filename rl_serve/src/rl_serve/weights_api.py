@@ -26,8 +26,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.weights.disk import refuse_non_finite_file, resolve_below
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
-from rl_serve.health import EngineState
-from rl_serve.pausing import Pause, PauseMiddleware
+from rl_serve.pausing import EngineState, Pause, PauseMiddleware
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
 PATHS = ("/pause", "/pause/renew", "/resume", "/weights/prepare", "/weights/update", "/weights/version", "/weights/fingerprint")

@@ -12,37 +12,37 @@ def rlcore_algorithms() -> list[Component]:
         Component(
             "grpo",
             target="rl_train.algorithms.grpo:train",
-            config="rl_train.algorithms.grpo_config:GRPOConfig",
+            config="rl_train.algorithms.policy_configs:GRPOConfig",
             summary="Group Relative Policy Optimization: rewards relative to the other samples of the same prompt",
         ),
         Component(
             "ppo",
             target="rl_train.algorithms.ppo:train",
-            config="rl_train.algorithms.ppo_config:PPOConfig",
+            config="rl_train.algorithms.policy_configs:PPOConfig",
             summary="Proximal Policy Optimization with a critic",
         ),
         Component(
             "dpo",
             target="rl_train.algorithms.dpo:train",
-            config="rl_train.algorithms.dpo_config:DPOConfig",
+            config="rl_train.algorithms.supervised_configs:DPOConfig",
             summary="Direct Preference Optimization on pairs of chosen and rejected answers",
         ),
         Component(
             "distillation",
             target="rl_train.algorithms.distillation:train",
-            config="rl_train.algorithms.distillation_config:DistillationConfig",
+            config="rl_train.algorithms.supervised_configs:DistillationConfig",
             summary="On-policy distillation: a teacher scores each token of the student's own answers",
         ),
         Component(
             "rm",
             target="rl_train.algorithms.rm:train",
-            config="rl_train.algorithms.rm_config:RewardModelConfig",
+            config="rl_train.algorithms.supervised_configs:RewardModelConfig",
             summary="Reward model training on pairs of chosen and rejected answers",
         ),
         Component(
             "sft",
             target="rl_train.algorithms.sft:train",
-            config="rl_train.algorithms.sft_config:SFTConfig",
+            config="rl_train.algorithms.supervised_configs:SFTConfig",
             summary="Supervised fine-tuning on reference answers",
         ),
     ]
@@ -70,25 +70,25 @@ def rlcore_losses() -> list[Component]:
         Component(
             "distillation",
             target="rl_train.algorithms.losses.distillation:DistillationLossFn",
-            config="rl_train.algorithms.losses.distillation_config:DistillationLossConfig",
+            config="rl_train.algorithms.losses.config:DistillationLossConfig",
             summary="Divergence from a teacher: forward KL, reverse KL, a mix of both, or Jensen-Shannon",
         ),
         Component(
             "bradley_terry",
-            target="rl_train.algorithms.losses.reward:BradleyTerryLossFn",
-            config="rl_train.algorithms.losses.reward_config:BradleyTerryLossConfig",
+            target="rl_train.algorithms.losses.supervised:BradleyTerryLossFn",
+            config="rl_train.algorithms.losses.config:BradleyTerryLossConfig",
             summary="Bradley-Terry loss on the scores of a reward model, with margins",
         ),
         Component(
             "nll",
-            target="rl_train.algorithms.losses.nll:NLLLossFn",
+            target="rl_train.algorithms.losses.supervised:NLLLossFn",
             config="rl_train.algorithms.losses.config:NLLLossConfig",
             summary="Negative log-likelihood of the answer tokens",
         ),
         Component(
             "mse_value",
             target="rl_train.algorithms.losses.value:MseValueLossFn",
-            config="rl_train.algorithms.losses.value_config:MseValueLossConfig",
+            config="rl_train.algorithms.losses.config:MseValueLossConfig",
             summary="Clipped squared error of a critic's values",
         ),
     ]
@@ -108,8 +108,8 @@ def _preference(name: str, of: str, summary: str) -> Component:
     """A loss on preference pairs."""
     return Component(
         name,
-        target=f"rl_train.algorithms.losses.preference:{of}LossFn",
-        config=f"rl_train.algorithms.losses.preference_config:{of}LossConfig",
+        target=f"rl_train.algorithms.losses.supervised:{of}LossFn",
+        config=f"rl_train.algorithms.losses.config:{of}LossConfig",
         summary=summary,
     )
 
@@ -127,13 +127,13 @@ def rlcore_environments() -> list[Component]:
         Component(
             "agent",
             target="rl_train.agents.environment:AgentEnvironment",
-            config="rl_train.agents.config:AgentEnvironmentConfig",
+            config="rl_train.rewards.config:AgentEnvironmentConfig",
             summary="An agent with its own control loop returns the reward",
         ),
         Component(
             "inspect",
             target="rl_train.agents.environment:AgentEnvironment",
-            config="rl_train.agents.config:InspectConfig",
+            config="rl_train.rewards.config:InspectConfig",
             summary="Inspect: the solver of a task runs the rollouts, and its scorers give the reward",
             needs=("inspect-ai>=0.3.285,<0.4",),
             install="pip install 'rl-train[inspect]'",
@@ -141,7 +141,7 @@ def rlcore_environments() -> list[Component]:
         Component(
             "verifiers",
             target="rl_train.agents.environment:AgentEnvironment",
-            config="rl_train.agents.config:VerifiersConfig",
+            config="rl_train.rewards.config:VerifiersConfig",
             summary="verifiers: the task of a taskset runs the rollouts and gives the rewards",
             needs=("verifiers>=0.4,<0.5",),
             install="pip install 'rl-train[verifiers]'",
@@ -161,7 +161,7 @@ def rlcore_loggers() -> list[Component]:
         ),
         Component(
             "tensorboard",
-            target="rl_train.metrics.tensorboard:TensorBoardLogger",
+            target="rl_train.metrics.logger:TensorBoardLogger",
             config="rl_train.metrics.logger_config:TensorBoardConfig",
             summary="Event files for TensorBoard",
             needs=("tensorboard>=2.18",),
@@ -169,7 +169,7 @@ def rlcore_loggers() -> list[Component]:
         ),
         Component(
             "wandb",
-            target="rl_train.metrics.wandb:WandbLogger",
+            target="rl_train.metrics.logger:WandbLogger",
             config="rl_train.metrics.logger_config:WandbConfig",
             summary="Weights & Biases, offline by default",
             needs=("wandb>=0.31",),
@@ -177,7 +177,7 @@ def rlcore_loggers() -> list[Component]:
         ),
         Component(
             "mlflow",
-            target="rl_train.metrics.mlflow:MlflowLogger",
+            target="rl_train.metrics.logger:MlflowLogger",
             config="rl_train.metrics.logger_config:MlflowConfig",
             summary="MLflow, in a database in the run folder by default",
             needs=("mlflow-skinny<4,>=3.17", "sqlalchemy<3,>=2", "alembic<2,>=1.13"),
@@ -209,22 +209,22 @@ def rlcore_weight_transports() -> list[Component]:
     return [
         Component(
             "by_reference",
-            target="rl_train.weight_sync.transports.by_reference:ByReferenceTransport",
+            target="rl_train.weight_sync.transports:ByReferenceTransport",
             summary="Policy and generation share a process and its tensors",
         ),
         Component(
             "shared_memory",
-            target="rl_train.weight_sync.transports.shared_memory:SharedMemoryTransport",
+            target="rl_train.weight_sync.transports:SharedMemoryTransport",
             summary="Policy and generation on one node use shared memory",
         ),
         Component(
             "collective",
-            target="rl_train.weight_sync.transports.collective:CollectiveTransport",
+            target="rl_train.weight_sync.transports:CollectiveTransport",
             summary="Broadcast over a process group, gloo or NCCL",
         ),
         Component(
             "disk",
-            target="rl_train.weight_sync.transports.disk:DiskTransport",
+            target="rl_train.weight_sync.transports:DiskTransport",
             summary="Files in a folder that both sides can access",
         ),
     ]

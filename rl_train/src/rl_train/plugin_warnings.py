@@ -9,8 +9,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from rl_core.plugins.component import Plugin, Status
 from rl_core.plugins.manager import PluginManager
-from rl_core.plugins.record import Plugin, Status
 
 
 def plugin_warnings(manager: PluginManager) -> list[str]:

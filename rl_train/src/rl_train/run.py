@@ -14,29 +14,23 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.process_seed import seed_process
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.interfaces.trainable import ValueInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, ValueInterface
 from rl_train.checkpoints.state import Checkpoints, Stateful
-from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.checkpoints.store import TimeLimit
 from rl_train.config.schema import RunConfig
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.garbage_collection import rare_full_collections
-from rl_train.metrics.logger import Logger
-from rl_train.metrics.model_flops import ModelFlops
-from rl_train.metrics.recorder import Recorder
+from rl_train.metrics.logger import Logger, Timeline
+from rl_train.metrics.measured import ModelFlops, Recorder
 from rl_train.metrics.run_warnings import RunWarnings
-from rl_train.metrics.timeline import Timeline
 from rl_train.profiling import profiled
 from rl_train.rollouts.activity import ENGINE, ActivityLog
 from rl_train.rollouts.batches import TrainingBatches
-from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.segments import join_segments
+from rl_train.rollouts.evaluation import Evaluation, ValidationSet
 from rl_train.rollouts.source import RolloutSource
-from rl_train.rollouts.validation_set import ValidationSet
+from rl_train.rollouts.trajectory import join_segments
 from rl_train.weight_sync.device_memory import DeviceMemory
-from rl_train.weight_sync.no_engine import NoEngine
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.synchronizer import NoEngine, WeightSynchronizer
 from rl_train.weight_versions import by_weight_version
 
 _log = logging.getLogger("rlcore")

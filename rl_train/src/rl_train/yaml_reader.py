@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.config.diagnostics import Problems, show
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation
+from rl_core.config.diagnostics import KeyPath, Node, Problems, SourceLocation, show
 
 MAX_DEPTH = 50
 MAX_VALUES = 10_000

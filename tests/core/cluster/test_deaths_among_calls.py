@@ -8,11 +8,11 @@ import signal
 import pytest
 from cluster_workers import Worker
 
-from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup, pending_call
+from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup, worker_group
 from rl_core.cluster.remote_actor import RemoteActor
 from rl_core.dispatch.generation import WorkerRestarter
 from rl_core.errors import UserError, WorkerDiedError, WorkerError
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import wait_together
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_rank_is_named_with_its_host_and_process(trio):
 
 def test_a_death_in_one_group_explains_the_failure_that_another_saw_first(cluster, trio, tmp_path, monkeypatch):
     # A busy machine may see the death late; then no call waits.
-    monkeypatch.setattr(pending_call, "_GRACE_S", 120.0)
+    monkeypatch.setattr(worker_group, "_GRACE_S", 120.0)
     with RayWorkerGroup(cluster, Worker, name="peers", num_workers=1) as peers:
         seen_first = peers.submit_all("raise_on", 0, ValueError("connection closed by peer"))
         with pytest.raises(WorkerError):

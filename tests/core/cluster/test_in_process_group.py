@@ -9,7 +9,7 @@ from cluster_workers import ContextFree, Scorer, Worker
 from rl_core.cluster import InProcessWorkerGroup, NamedSharding
 from rl_core.errors import UserError, WorkerError, frames_of
 from rl_train.pools.pool import InProcessPool
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import wait_together
 
 
 def test_the_single_worker_supports_every_kind_of_call():

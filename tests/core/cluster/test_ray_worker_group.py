@@ -10,7 +10,7 @@ import pytest
 import ray
 from cluster_workers import ContextFree, Drawing, Unversioned, Waiting, Worker, lives, wait_until
 
-from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, pending_call
+from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, worker_group
 from rl_core.errors import (
     CheckpointError,
     DeadlineExceededError,
@@ -19,7 +19,7 @@ from rl_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import wait_together
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -137,7 +137,7 @@ def test_calls_of_two_groups_run_concurrently(square, pair, tmp_path):
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair, beds, monkeypatch):
-    monkeypatch.setattr(pending_call, "_GRACE_S", 0.2)  # no worker dies here
+    monkeypatch.setattr(worker_group, "_GRACE_S", 0.2)  # no worker dies here
     hanging = pair.submit_one("sleep_on", 0, str(beds))
     with pytest.raises(WorkerError, match="the sender failed"):
         wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=3600.0)
@@ -229,7 +229,7 @@ def test_a_stopped_worker_is_reported_as_unresponsive_and_killed(cluster):
 
 def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pair, monkeypatch):
     # A busy machine may see the death late; then no call waits.
-    monkeypatch.setattr(pending_call, "_GRACE_S", 120.0)
+    monkeypatch.setattr(worker_group, "_GRACE_S", 120.0)
     with pytest.raises(WorkerDiedError) as caught:
         pair.run_all("die_on", 1)
     text = str(caught.value)

@@ -9,10 +9,9 @@ from model_folders import BOS, END, UNK, byte_level, edit_json, unigram, write_t
 from template_styles import CHATML, Style, tokenizer_of
 
 from rl_core.config.policy_sections import PolicyConfig
-from rl_core.data.conversation_tokens import decode
-from rl_core.data.tokenizer import load_tokenizer
-from rl_train.data.decoding import control_tokens, decode_answers
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_core.data.tokenizer import decode, load_tokenizer
+from rl_train.data.processors import load_policy_tokenizer
+from rl_train.data.special_tokens import control_tokens, decode_answers
 
 WITH_THINKING = CHATML.replace(
     "{{ message['content'] }}", "{% if message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}"

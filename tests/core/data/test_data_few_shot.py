@@ -11,9 +11,8 @@ import pytest
 from rl_core.errors import DataError
 from rl_train.data.dataset_config import JsonlDatasetConfig
 from rl_train.data.datasets import RecordDataset
-from rl_train.prompts import few_shot
-from rl_train.prompts.example_lists import packaged_examples
-from rl_train.prompts.prompt_files import packaged_prompts
+from rl_train.prompts import templates
+from rl_train.prompts.prompt_files import packaged_examples, packaged_prompts
 from rl_train.prompts.templates import load_prompt
 
 NEAREST = """
@@ -154,14 +153,14 @@ def test_equal_scores_keep_the_order_of_the_file_in_every_process(nearest, tmp_p
 
 def test_a_row_without_known_words_gets_the_first_examples(nearest):
     assert text(nearest(), problem="xyzzy").startswith("What is 2 + 2? -> 4\nHow many apples")
-    assert few_shot.Bm25(["", "?"]).ranked("a") == [0, 1]
-    assert few_shot.Bm25(["", ""]).ranked("a") == [0, 1]
+    assert templates.Bm25(["", "?"]).ranked("a") == [0, 1]
+    assert templates.Bm25(["", ""]).ranked("a") == [0, 1]
 
 
 def test_a_missing_bm25s_names_the_command_that_installs_it(nearest, monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(DataError, match=r"needs the package bm25s: pip install 'rl-train\[prompts\]'"):
-        few_shot.Bm25(["a"])
+        templates.Bm25(["a"])
     monkeypatch.setattr("rl_train.prompts.prompt_files.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"p\.yaml:5:19: few_shot_examples\.retrieval_file: searching .* 'rl-train\[prompts\]'"):
         nearest()

@@ -9,16 +9,13 @@ from template_styles import CHATML, Style, tokenizer_of, trained_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.data.conversation_tokens import decode, encode
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import decode, encode, load_tokenizer
 from rl_train.data.chat_template import conversation_tokens
-from rl_train.data.decoding import control_tokens
-from rl_train.data.guarded_text import control_texts, guarded, keeps_text
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
-from rl_train.rollouts.history import Rendered
+from rl_train.data.special_tokens import control_texts, control_tokens, guarded, keeps_text
+from rl_train.rollouts.drivers import Rendered, TurnFormatter
 from rl_train.rollouts.trajectory import Trajectory
-from rl_train.rollouts.turns import TurnFormatter
 
 CORPUS = ["What is 12 + 34? The answer is 46.", "user assistant system end start < | im _ > / s p a d", "a b c d e f g h i"]
 PHI = (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_train.data.concat import ConcatDataset
+from rl_train.data.arrow_rows import ConcatDataset
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.mixing import Mixture
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.bin_packing import PACKERS, pack, split_to_count
+from rl_core.data.row_planner import PACKERS, pack, split_to_count
 from rl_core.data.shared_prefix import pack_rows
 from rl_core.errors import DataError
 

@@ -9,8 +9,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.bin_packing import PACKERS
-from rl_core.data.row_planner import RowPlanner
+from rl_core.data.row_planner import PACKERS, RowPlanner
 from rl_core.errors import DataError
 
 BUDGET = 24

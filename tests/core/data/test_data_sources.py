@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Image
 
 from rl_core.errors import DataError
-from rl_train.data.bad_rows import BadRow, bad_row_lines
+from rl_train.data.conversations import from_text
 from rl_train.data.dataset_config import (
     HuggingFaceDatasetConfig,
     HuggingFacePreferenceDatasetConfig,
@@ -21,9 +21,9 @@ from rl_train.data.dataset_config import (
     PreferenceDatasetConfig,
 )
 from rl_train.data.datasets import RecordDataset
-from rl_train.data.json_lines import JsonLines
 from rl_train.data.preferences import PreferenceDataset
-from rl_train.data.tool_calls import from_text
+from rl_train.data.records import BadRow, bad_row_lines
+from rl_train.data.rows import JsonLines
 
 ROWS = [
     {"question": "6*7?", "expected_answer": "42", "level": 1},

@@ -7,9 +7,9 @@ from template_styles import CHATML, Style, tokenizer_of, trained_text
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.data.tokenizer import load_tokenizer, with_template_kwargs
 from rl_core.errors import DataError
-from rl_train.checkpoints.config_changes import config_changes
+from rl_train.checkpoints.inputs import config_changes
 from rl_train.data.processors import conversation_datum, prompt_datum
-from rl_train.rollouts.turns import TurnFormatter
+from rl_train.rollouts.drivers import TurnFormatter
 
 IM = ("<|im_start|>", "<think>", "</think>", "<|im_end|>")
 # Thinks unless thinking is disabled; then prompts have empty reasoning. A text with braces and quotes tests the literals.

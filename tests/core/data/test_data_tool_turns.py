@@ -8,10 +8,10 @@ from template_styles import expected, tokenizer_of
 from tool_styles import STYLES, TOOLS
 
 from rl_core.errors import DataError
-from rl_train.data.decoding import decode_answers
 from rl_train.data.processors import prompt_datum
+from rl_train.data.special_tokens import decode_answers
+from rl_train.rollouts.drivers import TurnFormatter
 from rl_train.rollouts.trajectory import Trajectory, to_batch
-from rl_train.rollouts.turns import TurnFormatter
 
 ASKED = {"role": "user", "content": "wet?"}
 ANSWERED = {"role": "assistant", "content": "yes"}

@@ -12,8 +12,7 @@ import pytest
 import ray
 import torch
 
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.transfer import BorrowedColumn
+from rl_core.data.batched_data_dict import BatchedDataDict, BorrowedColumn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64]
 

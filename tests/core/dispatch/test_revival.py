@@ -31,9 +31,8 @@ from rl_core.dispatch.replica_rows import newest_version
 from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
 from rl_train.weight_sync.canary import make_canary
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
+from rl_train.weight_sync.transports import SharedMemoryTransport
 
 cloudpickle.register_pickle_by_value(mortal_workers)
 cloudpickle.register_pickle_by_value(tiny_refit_workers)

@@ -2,8 +2,7 @@
 
 from rl_core.environments import StepResult, environment_return
 from rl_core.interfaces import EnvironmentInterface
-from rl_core.testing.environments.local_rollouts import LocalRollouts
-from rl_core.testing.environments.trial import TrialRow
+from rl_core.testing.environments.checks import LocalRollouts, TrialRow
 
 
 class Quiet(EnvironmentInterface):

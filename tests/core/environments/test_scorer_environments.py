@@ -8,8 +8,7 @@ from environment_steps import step_checked
 
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.environments.scorer import Score, ScorerEnvironment
-from rl_core.environments.step_results import StepResult, environment_return, step_results
+from rl_core.environments.scorer import Score, ScorerEnvironment, StepResult, environment_return, step_results
 from rl_core.errors import ConfigError, DataError, RLCoreError, UserError
 from rl_core.interfaces import EnvironmentInterface
 from rl_core.testing.outputs.environment import metrics_checked

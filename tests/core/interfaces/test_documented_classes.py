@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_vllm.config import VllmConfig
-from rl_core.config.python_sections import section_from_keywords
+from rl_core.config.validator import section_from_keywords
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces import (

@@ -14,7 +14,7 @@ from rl_core.plugins.component import Component
         (PolicyWorkerBase, "_score", "rl_core.training.policy_worker.PolicyWorkerBase"),
         (PolicyWorkerBase, "_open_refit", "rl_core.weights.source.WeightSource"),
         (WeightSink, "_segments", "rl_core.weights.receiver.WeightReceiver"),
-        (DistributedGeneration, "_completions", "rl_core.dispatch.text.TextGeneration"),
+        (DistributedGeneration, "_completions", "rl_core.dispatch.streaming.TextGeneration"),
         (ScorerEnvironment, "_score_row", "rl_core.environments.scorer.ScorerEnvironment"),
     ],
 )

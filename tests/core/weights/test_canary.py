@@ -22,7 +22,7 @@ from rl_train.weight_sync.canary import (
     make_canary,
 )
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import SharedMemoryTransport
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 WORDS = range(2, 18)

@@ -29,9 +29,7 @@ from rl_core.rendezvous.interfaces import free_port
 from rl_core.weights.collective import WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transport_choice import free_loopback_port
-from rl_train.weight_sync.transports.collective import CollectiveTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport, free_loopback_port
 
 pytestmark = pytest.mark.slow
 

@@ -25,10 +25,8 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WeightSyncError, WorkerDiedError
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.collective import CollectiveTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
+from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
 cloudpickle.register_pickle_by_value(tiny_refit_workers)
 

@@ -22,11 +22,9 @@ from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WorkerDiedError
 from rl_core.weights.shared_memory import sweep
-from rl_train.weight_sync.streamed_canary import StreamedCanary
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports.collective import CollectiveTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.canary import StreamedCanary
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
+from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
 FOLDER = "RLCORE_TEST_DEATHS"
 REPLICAS = 2

@@ -28,11 +28,14 @@ from rl_core.errors import BrokenPromiseError, DeadlineExceededError, MissingCap
 from rl_core.weights.receiver import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port
-from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
-from rl_train.weight_sync.transports.collective import CollectiveTransport
-from rl_train.weight_sync.transports.disk import DiskTransport
-from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+from rl_train.weight_sync.transports import (
+    ByReferenceTransport,
+    CollectiveTransport,
+    DiskTransport,
+    SharedMemoryTransport,
+    choose_transport,
+    free_loopback_port,
+)
 
 ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport, DiskTransport]
 NAMES = [transport.name for transport in ALL]

@@ -23,7 +23,7 @@ import answer_types
 import torch
 import transformers
 
-from rl_envs.math.boxes import last_box
+from rl_envs.math.answers import last_box
 
 SAMPLES, MAX_NEW_TOKENS, TEMPERATURE, SEED = 5, 56, 0.8, 0
 SAMPLES_OF_TYPES = 4

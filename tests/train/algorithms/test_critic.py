@@ -5,10 +5,10 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import SCHEMA
-from rl_train.algorithms.critic import compute_gae_targets, critic_rows
-from rl_train.algorithms.epochs import train_epochs
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_train.algorithms.ppo_config import GAEConfig
+from rl_train.algorithms.policy_configs import GAEConfig
+from rl_train.algorithms.ppo import compute_gae_targets, critic_rows
+from rl_train.algorithms.sft import train_epochs
 
 
 def two_turns(**columns):

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NotSupportedError
-from rl_core.interfaces.loss import LossType
+from rl_core.interfaces.policy import LossType
 from rl_train.algorithms import DistillationLossFn
-from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
+from rl_train.algorithms.losses.config import DistillationLossConfig
 
 FORMS = {
     "forward": {"divergence": "forward_kl"},

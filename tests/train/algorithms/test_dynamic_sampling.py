@@ -7,11 +7,11 @@ import torch
 from scheduled_sources import scheduled_source
 
 from rl_core.errors import RLCoreError
-from rl_train.algorithms.dynamic_sampling import draw_rollouts
 from rl_train.algorithms.estimators import make_estimator
-from rl_train.algorithms.grpo_config import AdvantageConfig, GRPOConfig
+from rl_train.algorithms.grpo import draw_rollouts
+from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.rollouts.loop import RolloutLoop
+from rl_train.rollouts.collect import RolloutLoop
 
 GROUP = 4
 ALL, NONE, ONE, MOST = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]

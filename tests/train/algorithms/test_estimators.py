@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ComponentImportError, WrongKindError
 from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
-from rl_train.algorithms.grpo_config import AdvantageConfig
+from rl_train.algorithms.policy_configs import AdvantageConfig
 
 
 def batch_of(rewards, groups, *, parts=None, mask=None, kept=None, penalties=None):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_train.algorithms.gae import (
+from rl_train.algorithms.ppo import (
     adaptive_lambda,
     as_targets,
     at_last_trained,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from rl_train.algorithms.advantages import group_advantages
+from rl_train.algorithms.estimators import group_advantages
 
 
 def advantages(rewards, groups, **options):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.kl import calculate_kl
-from rl_train.algorithms.kl_penalty import kl_in_reward
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
+from rl_train.algorithms.losses.policy_gradient import calculate_kl
+from rl_train.algorithms.rewards import kl_in_reward
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)

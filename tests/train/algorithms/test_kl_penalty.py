@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.kl_penalty import AdaptiveKLController, kl_in_reward
 from rl_train.algorithms.losses.config import AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.algorithms.policy_configs import GRPOConfig
+from rl_train.algorithms.rewards import AdaptiveKLController, kl_in_reward
 from rl_train.config.schema import DataConfig, LossConfig, RunConfig
 
 

@@ -8,15 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossType
-from rl_train.algorithms.losses.preference import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
-from rl_train.algorithms.losses.preference_config import (
-    DPOLossConfig,
-    HingeLossConfig,
-    IPOLossConfig,
-    ORPOLossConfig,
-    SimPOLossConfig,
-)
+from rl_core.interfaces.policy import LossType
+from rl_train.algorithms.losses.config import DPOLossConfig, HingeLossConfig, IPOLossConfig, ORPOLossConfig, SimPOLossConfig
+from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
 
 LOSSES = {
     "dpo": DPOLossFn(DPOLossConfig(reference_policy_kl_penalty=0.3)),

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.policy_gradient_config import RewardScalingConfig
+from rl_train.algorithms.policy_configs import GRPOConfig, RewardScalingConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages, overlong_penalty, scale_rewards
 from rl_train.config.schema import DataConfig, LossConfig, RunConfig
 

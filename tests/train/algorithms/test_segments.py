@@ -11,18 +11,15 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_core.config.schema import DatasetConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import grpo
-from rl_train.algorithms.dynamic_sampling import draw_once, draw_rollouts
 from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
-from rl_train.algorithms.grpo_config import AdvantageConfig, GRPOConfig
-from rl_train.algorithms.kl_penalty import KLInReward
+from rl_train.algorithms.grpo import draw_once, draw_rollouts
 from rl_train.algorithms.losses.config import AdaptiveKLConfig, ClippedPGLossConfig
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_train.algorithms.policy_gradient_config import RewardShapingConfig
-from rl_train.algorithms.rewards import RewardShaping
+from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig, RewardShapingConfig
+from rl_train.algorithms.rewards import KLInReward, RewardShaping
 from rl_train.config.schema import DataConfig, RunConfig
-from rl_train.rollouts.segments import join_segments, split_segments
 from rl_train.rollouts.source import Rollouts, RolloutSource
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import Trajectory, join_segments, split_segments, to_batch
 
 VOCABULARY = 32
 TURNS = [[3], [1, 2], [2, 1, 1], [2], [1, 1], [4]]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rl_train.algorithms.estimators import make_estimator
-from rl_train.algorithms.grpo_config import AdvantageConfig, GRPOConfig
+from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from rl_train.atomic_writes import write_atomically
+from rl_train.files import write_atomically
 
 
 def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):

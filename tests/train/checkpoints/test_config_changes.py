@@ -5,8 +5,7 @@ import re
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_train.checkpoints.config_changes import Defaults, config_changes, refuse_changes
-from rl_train.checkpoints.inputs import ROWS
+from rl_train.checkpoints.inputs import ROWS, Defaults, config_changes, refuse_changes
 
 OLD = {
     "grpo": {"max_num_steps": 10, "seed": 1},

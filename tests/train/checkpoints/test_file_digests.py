@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_train.checkpoints import file_digests
-from rl_train.checkpoints.file_digests import base_weights, path_digests
+from rl_train.checkpoints import inputs
+from rl_train.checkpoints.inputs import base_weights, path_digests
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
@@ -25,7 +25,7 @@ def changed(before, after):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_changed_tensor_and_a_changed_file_are_named(model, monkeypatch, whole):
     if not whole:
-        monkeypatch.setattr(file_digests, "_WHOLE", 0)
+        monkeypatch.setattr(inputs, "_WHOLE", 0)
     before = path_digests(str(model))
     weights = load_file(model / "model.safetensors")
     name = max(weights, key=lambda one: weights[one].numel())
@@ -50,7 +50,7 @@ def test_other_shards_of_the_same_weights_change_nothing(model):
 
 
 def test_a_change_at_any_end_of_a_large_tensor_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_digests, "_WHOLE", 0)
+    monkeypatch.setattr(inputs, "_WHOLE", 0)
     tensor = torch.zeros(100_000)
     digests = []
     for index in (None, 0, -1):

@@ -9,14 +9,13 @@ from contextlib import ExitStack
 import pytest
 
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import RunIdentity, lock_folder, read_identity, refuse_foreign, write_identity
-from rl_train.checkpoints.store import CheckpointStore
+from rl_train.checkpoints.store import CheckpointStore, RunIdentity, lock_folder, read_identity, refuse_foreign, write_identity
 
 HOLD = """
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from rl_train.checkpoints.ownership import lock_folder
+from rl_train.checkpoints.store import lock_folder
 with ExitStack() as exits:
     lock_folder(Path(sys.argv[1]), exits, setting="checkpointing.checkpoint_dir")
     print("held", flush=True)

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from rl_train.checkpoints.user_sources import source_digests
+from rl_train.checkpoints.inputs import source_digests
 
 REWARD = '''
 """Rewards."""

@@ -81,7 +81,7 @@ class Acme:
 ACME_MODELS = """
     from typing import ClassVar
     from pydantic import BaseModel, model_validator
-    from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+    from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
     from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
     from rl_train.config.schema import AlgorithmConfig
 

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_train.agents.config import AgentEnvironmentConfig
-from rl_train.config.rules.environments import agent_can_be_imported
+from rl_train.config.rules.rollouts import agent_can_be_imported
 from rl_train.config.rules.rule import CheckedConfig
-from rl_train.rewards.config import FunctionEnvironmentConfig
+from rl_train.rewards.config import AgentEnvironmentConfig, FunctionEnvironmentConfig
 
 AGENT = "examples.agents.adder:add"
 

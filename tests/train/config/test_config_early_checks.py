@@ -11,17 +11,10 @@ import yaml
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.import_path import missing_target
 from rl_train.config.loader import load_config
-from rl_train.config.rules.cluster import machine_has_the_cpus
+from rl_train.config.rules.rollouts import default_transports
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
-from rl_train.config.rules.sampling import default_transports
-from rl_train.config.torch_arguments import (
-    LR_SCHEDULER,
-    OPTIM,
-    SCHEDULERS,
-    UNUSABLE_OPTIMIZERS,
-    UNUSABLE_SCHEDULERS,
-    arguments_of,
-)
+from rl_train.config.rules.run import machine_has_the_cpus
+from rl_train.config.schedules import LR_SCHEDULER, OPTIM, SCHEDULERS, UNUSABLE_OPTIMIZERS, UNUSABLE_SCHEDULERS, arguments_of
 
 OPTIMIZER = {
     "{name: torch.optim.AdamX}": "policy.optimizer.name: torch.optim.AdamX cannot be imported: torch.optim has no 'AdamX'. "

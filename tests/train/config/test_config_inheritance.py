@@ -5,7 +5,7 @@ from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.plugins.manager import discover
 from rl_train.config.loader import load_config
 from rl_train.config.sources import LARGEST_FILE, read_sources
-from rl_train.run_folders.provenance import write_origins
+from rl_train.run_folders.run_folder import write_origins
 
 
 def merged(files, text):

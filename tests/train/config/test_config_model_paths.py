@@ -1,6 +1,6 @@
 """Values of `model_name` that no file system can have as a path."""
 
-from rl_core.config.paths import model_path_problem
+from rl_core.config.section import model_path_problem
 
 
 def test_a_name_that_is_too_long_for_a_path_is_a_name_of_the_hub():

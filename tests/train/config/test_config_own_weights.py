@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from rl_train.config.loader import load_config
+from rl_train.config.rules.rollouts import imported_engine_samples_from_the_policy
 from rl_train.config.rules.rule import CheckedConfig, Use
-from rl_train.config.rules.sampling import imported_engine_samples_from_the_policy
 
 REASON = (
     "policy.generation.backend: the engine '{engine}' has its own weights, which are never those of the policy, so grpo "

@@ -1,8 +1,8 @@
 """The section `profiling`: which steps are profiled."""
 
-from rl_train.config.rules import cluster
-from rl_train.config.rules.cluster import recorded_memory_is_that_of_a_gpu
+from rl_train.config.rules import run as run_module
 from rl_train.config.rules.rule import CheckedConfig
+from rl_train.config.rules.run import recorded_memory_is_that_of_a_gpu
 
 
 def test_steps_to_profile_must_be_in_the_run_and_the_models_in_this_process(files, good):
@@ -26,10 +26,10 @@ def test_recorded_memory_needs_a_gpu_and_steps(files, good, monkeypatch):
             str(each) for each in recorded_memory_is_that_of_a_gpu.problems(CheckedConfig(run=run, registry=files.registry))
         ]
 
-    monkeypatch.setattr(cluster, "_has_gpu", lambda: False)
+    monkeypatch.setattr(run_module, "_has_gpu", lambda: False)
     [problem] = problems("{steps: [3], memory: true}")
     assert "profiling.memory: records allocations on a GPU, and this run uses none" in problem
-    monkeypatch.setattr(cluster, "_has_gpu", lambda: True)
+    monkeypatch.setattr(run_module, "_has_gpu", lambda: True)
     [problem] = problems("{memory: true}")
     assert "profiling.memory: has no effect without profiling.steps" in problem
     assert problems("{steps: [3], memory: true}") == []

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_core.config.python_sections import section_from_keywords, section_of_values
+from rl_core.config.validator import section_from_keywords, section_of_values
 from rl_core.errors import ConfigError
 from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_train.config.loader import load_config

@@ -9,10 +9,9 @@ import pytest
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.config.partial_sections import UnavailableError, unavailable_section
 from rl_train.config.rules import RULES
 from rl_train.config.rules.components import sections_of
-from rl_train.config.rules.rule import CheckedConfig, Stage, Use
+from rl_train.config.rules.rule import CheckedConfig, Stage, UnavailableError, Use, unavailable_section
 
 FOLDER = Path(__file__).parents[3] / "examples"
 EXAMPLES = [FOLDER / f"{name}.yaml" for name in ("grpo_addition", "ppo_addition", "dpo_addition")]

@@ -8,15 +8,12 @@ import jsonschema
 import pytest
 import yaml
 
-from rl_core.config.diagnostics import KEY_CUTOFF, InvalidConfigError, nearest
-from rl_core.config.source_tree import dotted
+from rl_core.config.diagnostics import KEY_CUTOFF, InvalidConfigError, dotted, nearest
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.foreign_names import INSTEAD, MEANINGS
-from rl_train.config.json_schema import json_schema
 from rl_train.config.loader import load_config
-from rl_train.config.reference import reference
-from rl_train.config.schema_index import schema_index
+from rl_train.config.reference import json_schema, reference, schema_index
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

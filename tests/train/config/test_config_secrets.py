@@ -93,7 +93,7 @@ def test_written_config_has_no_secret_and_loads_as_the_same_run(config, tmp_path
 
 
 def test_validate_and_explain_print_no_secret(config, capsys):
-    from rlcore_cli.explanation import explain_in
+    from rlcore_cli.explain import explain_in
     from rlcore_cli.validate import validate
 
     validate(config, resolved=True)

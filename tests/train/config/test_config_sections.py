@@ -6,8 +6,8 @@ import pytest
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_envs.config import ArithmeticDatasetConfig, ArithmeticEnvironmentConfig, MathEnvironmentConfig
-from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+from rl_train.algorithms.policy_configs import GRPOConfig
 from rl_train.config.schema import OpenEnvironmentConfig, OpenPolicyConfig
 
 SFT = """\
@@ -71,12 +71,10 @@ def test_a_task_may_name_the_environment_of_reward_functions(files, good):
 
 
 def test_an_environment_given_by_its_path_keeps_all_its_keys(files, good):
-    run = files.load(
-        good + "  weather: {env_cls: rl_envs.guess.environment.GuessNumberEnvironment, num_workers: 8, station: 3}\n"
-    ).run
+    run = files.load(good + "  weather: {env_cls: rl_envs.guess.GuessNumberEnvironment, num_workers: 8, station: 3}\n").run
     assert type(run.env["weather"]) is OpenEnvironmentConfig
     assert run.env["weather"].model_dump(exclude_unset=True) == {
-        "env_cls": "rl_envs.guess.environment.GuessNumberEnvironment",
+        "env_cls": "rl_envs.guess.GuessNumberEnvironment",
         "num_workers": 8,
         "station": 3,
     }

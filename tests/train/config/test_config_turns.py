@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from rl_train.config.rules.environments import rollouts_have_enough_turns_for_the_class
+from rl_train.config.rules.rollouts import rollouts_have_enough_turns_for_the_class
 from rl_train.config.rules.rule import CheckedConfig
-from rl_train.config.static_attribute import static_attribute
+from rl_train.config.slots import static_attribute
 
 GAME = """
 from rl_core.interfaces import EnvironmentInterface

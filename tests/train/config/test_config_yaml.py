@@ -5,8 +5,7 @@ import math
 import pytest
 from omegaconf import OmegaConf
 
-from rl_core.config.diagnostics import Problems
-from rl_core.config.source_tree import SourceLocation
+from rl_core.config.diagnostics import Problems, SourceLocation
 from rl_train.yaml_reader import read_yaml
 
 SCALARS = """1 -3 0x1F 0b11 012 1_000 1:30 1.5 .5 1e-5 1E3 -2.5e+10 1e5 .inf -.inf .nan true no On off yes null ~ text

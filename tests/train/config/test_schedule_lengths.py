@@ -7,9 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_train.config.loader import load_config
-from rl_train.config.optimizer_steps import optimizer_steps
-from rl_train.config.rules.schedules import schedule_warnings
-from rl_train.config.schedule_lengths import schedule_changes, schedule_lengths, with_schedule_lengths
+from rl_train.config.rules.run import schedule_warnings
+from rl_train.config.schedules import optimizer_steps, schedule_changes, schedule_lengths, with_schedule_lengths
 from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

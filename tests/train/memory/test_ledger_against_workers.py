@@ -9,7 +9,7 @@ from memory_ledger import Layout, ModelBytes, model_of
 
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 
 TINY = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

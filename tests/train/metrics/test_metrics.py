@@ -6,8 +6,8 @@ import math
 import pytest
 
 from rl_train.metrics.jsonl import JsonlLogger, read_jsonl
-from rl_train.metrics.recorder import Recorder
-from rl_train.metrics.timeline import Timeline
+from rl_train.metrics.logger import Timeline
+from rl_train.metrics.measured import Recorder
 
 
 def test_a_name_recorded_twice_is_the_mean_and_phases_add_up():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_train.metrics.model_flops import ModelFlops, peak_tflops
+from rl_train.metrics.measured import ModelFlops, peak_tflops
 
 
 def result(lengths, trained, skipped=0.0):

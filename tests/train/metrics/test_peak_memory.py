@@ -12,8 +12,7 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import PolicyConfig
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.interfaces.worker import MeasuredWorker
-from rl_train.metrics.peak_memory import PeakMemory
-from rl_train.metrics.recorder import Recorder
+from rl_train.metrics.measured import PeakMemory, Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -1,6 +1,6 @@
 """`--show-samples`: which prompt and samples are shown, and how."""
 
-from rl_train.metrics.samples import MAX_CHARACTERS, SamplePrinter, samples_text
+from rl_train.metrics.console import MAX_CHARACTERS, SamplePrinter, samples_text
 
 
 def record(group, reward, completion="text", **more):

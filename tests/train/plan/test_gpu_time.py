@@ -12,10 +12,8 @@ from rl_core.errors import UserError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.plan.gpu_time import gpu_planner
-from rl_train.plan.gpus import GPUS, parse_gpu
 from rl_train.plan.planner import resolved
-from rl_train.plan.time_plan import plan_time
+from rl_train.plan.time_plan import GPUS, gpu_planner, parse_gpu, plan_time
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))

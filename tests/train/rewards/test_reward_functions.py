@@ -8,7 +8,7 @@ import pytest
 import torch
 from environment_steps import step_checked
 
-from rl_core.environments.step_results import named_rewards
+from rl_core.environments.scorer import named_rewards
 from rl_core.errors import ConfigError, DataError, RLCoreError, UserError
 from rl_core.interfaces import EnvironmentReturn
 from rl_core.testing.outputs.environment import checked_metrics, checked_return

@@ -14,8 +14,7 @@ from rl_train.rollouts import activity
 from rl_train.rollouts.activity import ENGINE, ENVIRONMENT, ActivityLog, StalledError
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.drivers import RolloutDriver
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.trajectory import Trajectory
+from rl_train.rollouts.trajectory import SampleStream, Trajectory
 
 CHANGES = st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, -1])), max_size=30)
 

@@ -11,8 +11,8 @@ from scheduled_sources import scheduled_source
 from rl_core.data import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.rollouts.loop import RolloutLoop
-from rl_train.rollouts.staleness import DeliveredVersions
+from rl_train.rollouts.collect import RolloutLoop
+from rl_train.rollouts.schedule import DeliveredVersions
 from rl_train.rollouts.trajectory import to_batch
 
 PROMPTS, GROUP = 2, 2

@@ -11,12 +11,10 @@ from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.data.processors import prompt_datum
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.records import expected_answer, rollout_records
-from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.records import environment_metrics, expected_answer, rollout_records, summarize
+from rl_train.rollouts.schedule import staleness, staleness_metrics
 from rl_train.rollouts.source import start_rollouts
-from rl_train.rollouts.staleness import staleness, staleness_metrics
-from rl_train.rollouts.summary import environment_metrics, summarize
-from rl_train.rollouts.trajectory import to_batch
+from rl_train.rollouts.trajectory import SampleStream, to_batch
 
 
 def prompts(tokenizer, *rows):

@@ -15,11 +15,9 @@ from rl_core.errors import RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.pools.pool import ActorKey, InProcessPool, Pool
 from rl_train.rollouts import collect
-from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.collect import Collector, RolloutLoop
 from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.rollouts.loop import RolloutLoop
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 WAIT_S = 60.0
 """Only reached if a test fails."""

@@ -6,8 +6,7 @@ import torch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 REASON = "POST http://host/v1/completions failed: status 503"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_train.rollouts.summary import equal_groups_frac
+from rl_train.rollouts.records import equal_groups_frac
 from rl_train.rollouts.trajectory import Trajectory
 
 

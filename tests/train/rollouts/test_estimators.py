@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_train.rollouts.pass_at_k import consensus_at_k, estimate, pass_at_k
+from rl_train.rollouts.evaluation import consensus_at_k, estimate, pass_at_k
 
 EXACT = 1e-12
 """Both sides count in whole numbers or fractions; only the last division rounds, to 1e-16."""

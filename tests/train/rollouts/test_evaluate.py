@@ -8,9 +8,7 @@ import torch
 from rl_core.interfaces import EnvironmentReturn
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import default_ks, grouped, score
-from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.evaluation import Evaluation, correct_rollouts, default_ks, grouped, score
 
 
 def datum(tokenizer, index, task="judge", cut=False):

@@ -12,22 +12,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.environments.step_results import environment_return
+from rl_core.environments.scorer import environment_return
 from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.testing.outputs.environment import checked_return, metrics_checked, step_checked
-from rl_train.algorithms.advantages import group_advantages
+from rl_train.algorithms.estimators import group_advantages
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rollouts.collect import Collector, gather_or_cancel
 from rl_train.rollouts.drivers import RolloutDriver
-from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
+from rl_train.rollouts.environment_pool import EnvironmentPool, FailureLimit, StepFailedError, may_be_retried
 from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
+from rl_train.rollouts.trajectory import SampleStream
 
 GROUP = 4
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from rl_core.data.tokenizer import load_tokenizer
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import conversation_datum
 from rl_train.rollouts.batches import TrainingBatches
-from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
-from rl_train.rollouts.source import Rollouts, RolloutSource
+from rl_train.rollouts.source import MixedRolloutSource, Rollouts, RolloutSource, SampledSteps
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

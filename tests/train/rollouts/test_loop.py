@@ -9,8 +9,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from rl_train.pools.pausing_loop import while_paused
-from rl_train.rollouts.loop import RolloutLoop
+from rl_train.pools.pool import while_paused
+from rl_train.rollouts.collect import RolloutLoop
 
 ROW: ContextVar[str] = ContextVar("row", default="")
 

@@ -8,8 +8,7 @@ import torch
 from rl_core.errors import UserError
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.replay import ReplaySource
-from rl_train.rollouts.source import Selection
+from rl_train.rollouts.source import ReplaySource, Selection
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 GROUP = 2

@@ -6,14 +6,12 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
-from rl_train.algorithms.advantages import group_advantages
-from rl_train.algorithms.estimators import DecoupledEstimator, make_estimator
-from rl_train.algorithms.grpo_config import AdvantageConfig
+from rl_train.algorithms.estimators import DecoupledEstimator, group_advantages, make_estimator
+from rl_train.algorithms.policy_configs import AdvantageConfig
 from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.records import environment_metrics, summarize
 from rl_train.rollouts.scheduled_source import RewardWeightCheck
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.summary import environment_metrics, summarize
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 
 class Letters(EnvironmentInterface):

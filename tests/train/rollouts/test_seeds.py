@@ -8,8 +8,8 @@ from scheduled_sources import scheduled_source
 
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.seeds import SampleStream, rollout_seed
+from rl_train.rollouts.evaluation import Evaluation
+from rl_train.rollouts.trajectory import SampleStream, rollout_seed
 
 ROWS, GROUP, TURNS = 6, 2, 2
 

@@ -10,12 +10,17 @@ from rl_core.data.schema import SCHEMA
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.segments import join_segments, optimizer_batches, rollout_means, split_segments, spread
+from rl_train.rollouts.records import rollout_records, summarize
 from rl_train.rollouts.source import start_rollouts
-from rl_train.rollouts.summary import summarize
-from rl_train.rollouts.trajectory import to_batch
+from rl_train.rollouts.trajectory import (
+    SampleStream,
+    join_segments,
+    optimizer_batches,
+    rollout_means,
+    split_segments,
+    spread,
+    to_batch,
+)
 
 REWRITING = (
     "{% for m in messages %}<{{ m['role'][0] }}>"

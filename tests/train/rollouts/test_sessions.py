@@ -16,11 +16,9 @@ from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.activity import ActivityLog, RolloutActivity
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.records import environment_times, rollout_records
 from rl_train.rollouts.sessions import Session, StepQueue
-from rl_train.rollouts.summary import environment_times
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 
 class Notebook(EnvironmentInterface):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scheduled_sources import scheduled_source
 
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.rollouts.loop import RolloutLoop
+from rl_train.rollouts.collect import RolloutLoop
 
 GROUP = 2
 

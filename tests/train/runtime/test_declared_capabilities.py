@@ -6,8 +6,7 @@ from rl_core.backend import DistributedGeneration, DistributedPolicy, Generation
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.errors import ConfigError
-from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.component import Capability, Component, Kind
 from rl_train.assembly.contracts import capabilities_of, check_capabilities
 
 

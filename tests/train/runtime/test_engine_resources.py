@@ -13,7 +13,7 @@ from rl_core.errors import ResourceInsufficientError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
-from rl_train.assembly.policy_and_engine import plan_policy_and_engine
+from rl_train.assembly.run_assembly import plan_policy_and_engine
 from rl_train.config.loader import load_config
 from rl_train.config.rules.rule import Use
 from rl_train.logprob_agreement import compare_log_probabilities

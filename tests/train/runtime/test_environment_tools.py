@@ -16,15 +16,14 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.assembly.workers import Builder
 from rl_train.config.schema import RunConfig
 from rl_train.diagnostics import DiagnosisStatus
 from rl_train.pools.elsewhere import environment_elsewhere
 from rl_train.workbench.check import check_environment
-from rl_train.workbench.play import play, random_player, repeated_answers, scripted_player
+from rl_train.workbench.play import open_trial, play, random_player, repeated_answers, scripted_player
 from rl_train.workbench.rescore import rescore
-from rl_train.workbench.trial import open_trial
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
@@ -155,7 +154,7 @@ def test_an_environment_with_tools_is_checked_without_a_model(rows):
 
 
 def test_right_answers_without_a_higher_reward_and_a_failed_constructor_are_reported(rows):
-    found = checked("rl_envs.arithmetic.environment.ArithmeticEnvironment", rows, "format_reward=-1")
+    found = checked("rl_envs.arithmetic.ArithmeticEnvironment", rows, "format_reward=-1")
     assert list(found) == ["construction"]
     assert found["construction"][0] is DiagnosisStatus.FAILED
     (rows.parent / "constant_reward.py").write_text("def nothing(completion, expected_answer):\n    return 0.0\n")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.assembly.data import read_data
 from rl_train.config.schema import DataConfig, SplitConfig
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig

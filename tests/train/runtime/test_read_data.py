@@ -13,12 +13,12 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.algorithms.grpo_config import GRPOConfig
-from rl_train.algorithms.sft_config import SFTConfig
+from rl_train.algorithms.policy_configs import GRPOConfig
+from rl_train.algorithms.supervised_configs import SFTConfig
+from rl_train.assembly.checks import is_conversational
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
-from rl_train.assembly.policy_and_engine import plan_policy_and_engine
 from rl_train.assembly.preparation import DataLoaders
-from rl_train.assembly.reward_checks import is_conversational
+from rl_train.assembly.run_assembly import plan_policy_and_engine
 from rl_train.config.loader import load_config
 from rl_train.config.schema import DataConfig, LossConfig, PromptConfig, RunConfig, SplitConfig
 from rl_train.data import processors

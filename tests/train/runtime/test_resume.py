@@ -9,8 +9,8 @@ import pytest
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import lock_folder
 from rl_train.checkpoints.state import resumable_state
+from rl_train.checkpoints.store import lock_folder
 from rl_train.launch.train import train
 from rl_train.trainers.trainers import SFTTrainer
 

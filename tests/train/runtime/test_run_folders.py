@@ -9,8 +9,7 @@ import pytest
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import lock_folder, read_identity
-from rl_train.checkpoints.store import CheckpointStore
+from rl_train.checkpoints.store import CheckpointStore, lock_folder, read_identity
 from rl_train.config.loader import load_config
 from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.run_folders.run_folder import choose_start, lock_run_folder

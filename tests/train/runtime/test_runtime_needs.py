@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.config.diagnostics import InvalidConfigError
+from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.config.loader import load_config
-from rl_train.config.runtime_needs import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -15,7 +15,7 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 TRIALS = """
 from pydantic import Field
 
-from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_train.assembly.policy_and_engine import plan_policy_and_engine
+from rl_train.assembly.run_assembly import plan_policy_and_engine
 from rl_train.config.loader import load_config
-from rl_train.config.optimizer_steps import optimizer_steps
+from rl_train.config.schedules import optimizer_steps
 from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,7 @@ from rl_core.errors import DataError, NonFiniteError, RLCoreError
 from rl_train.errors import RunInterrupted
 from rl_train.launch.train import train
 from rl_train.run_folders.status import Status
-from rlcore_cli.report.ending import ending_of
-from rlcore_cli.report.page import render
+from rlcore_cli.report.page import ending_of, render
 from rlcore_cli.report.run_folder import read_run_folder
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"

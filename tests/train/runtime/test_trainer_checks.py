@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_envs import ArithmeticEnvironment
 from rl_train.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer
 from rl_train.trainers.trainers import DistillationTrainer

@@ -16,7 +16,7 @@ from rl_train.config.loader import load_config
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 DATASET = """
     from rl_core.errors import DataError
-    from rl_core.interfaces.dataset import Dataset
+    from rl_core.interfaces.records import Dataset
 
     class Good(Dataset):
         def __init__(self, config):
@@ -61,7 +61,7 @@ DATASET = """
             raise DataError("no answer")
 """
 LOSS = """
-    from rl_core.interfaces.loss import LossFunction
+    from rl_core.interfaces.policy import LossFunction
 
     class Checked(LossFunction):
         def __init__(self, config):

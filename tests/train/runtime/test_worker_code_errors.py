@@ -17,7 +17,7 @@ from rl_train.launch.train import train
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 CODE = """
     from rl_core.interfaces import EnvironmentInterface
-    from rl_core.interfaces.loss import LossFunction
+    from rl_core.interfaces.policy import LossFunction
 
     class Failing(LossFunction):
         def __init__(self, config):

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_train.tools.parsers import PARSERS, SampledMessage
-from rl_train.tools.selection import choose_parser, parse_message
+from rl_train.tools.parsers import PARSERS, SampledMessage, choose_parser, parse_message
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "x"}}
 NONE = {"name": "now", "arguments": {}}

@@ -17,9 +17,8 @@ from rl_train.config.schema import RunConfig
 from rl_train.data.processors import prompt_datum
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
-from rl_train.rollouts.trajectory import to_batch
+from rl_train.rollouts.trajectory import SampleStream, to_batch
 from rl_train.tools.task_tools import TaskTools, tools_of_instances, tools_of_run
 
 

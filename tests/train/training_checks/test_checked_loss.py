@@ -9,8 +9,15 @@ from policy_cases import NLL, make_rows
 from rl_core.training.microbatch_splitter import reduce_metrics
 from rl_train.logprob_agreement import largest_error, sampling_error
 from rl_train.training_checks.agreement import EXACT_MEAN, LARGEST, Agreement, Numbers
-from rl_train.training_checks.checked_loss import COMPARISON, ROW_NUMBERS, WITH_ENGINE, CheckedLoss, Limits, sums_to_hold
-from rl_train.training_checks.counts import ExpectedCounts
+from rl_train.training_checks.checked_loss import (
+    COMPARISON,
+    ROW_NUMBERS,
+    WITH_ENGINE,
+    CheckedLoss,
+    ExpectedCounts,
+    Limits,
+    sums_to_hold,
+)
 
 
 def rows_with_columns(num_rows=40):

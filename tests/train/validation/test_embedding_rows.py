@@ -5,8 +5,7 @@ import torch
 
 from rl_core.errors import NotSupportedError
 from rl_train.diagnostics.diagnosis import DiagnosisStatus
-from rl_train.diagnostics.embedding_weights import read_embeddings
-from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings
+from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings, read_embeddings
 
 EMBEDDINGS = "model.embed_tokens.weight"
 ZERO, STAR, SPACE = 3, 15, 17

@@ -5,8 +5,7 @@ import torch
 
 from rl_core.errors import WorkerDiedError
 from rl_train.diagnostics import DiagnosisStatus, test_generation_consistency, test_max_model_len_respected
-from rl_train.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
-from rl_train.diagnostics.length_limit import check_length_limit
+from rl_train.diagnostics.decoding import check_decode_against_prefill, check_engine_against_policy, check_length_limit
 
 pytestmark = pytest.mark.slow
 

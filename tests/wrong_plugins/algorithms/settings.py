@@ -1,6 +1,6 @@
 """The settings of all algorithms here."""
 
-from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig
 
 

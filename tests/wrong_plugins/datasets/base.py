@@ -2,7 +2,7 @@
 
 import random
 
-from rl_core.interfaces.dataset import Dataset
+from rl_core.interfaces.records import Dataset
 
 
 class Sums(Dataset):

@@ -4,8 +4,7 @@ import copy
 
 from wrong_plugins.engines.base import EngineOf
 
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
-from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker, RowsInFlight
 
 
 class Worker(HFGenerationWorker):

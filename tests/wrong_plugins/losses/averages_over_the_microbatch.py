@@ -1,6 +1,6 @@
 """The mean over the tokens of the microbatch, so the gradient depends on how a batch is divided."""
 
-from rl_core.interfaces.loss import LossFunction, LossType
+from rl_core.interfaces.policy import LossFunction, LossType
 
 
 class Loss(LossFunction):

@@ -1,6 +1,6 @@
 """Weighted by `advantages` if there are any: workers get none, so it is never weighted."""
 
-from rl_core.interfaces.loss import LossFunction, LossType
+from rl_core.interfaces.policy import LossFunction, LossType
 
 
 class Loss(LossFunction):

@@ -1,6 +1,6 @@
 """Weighted by `advantages`, which `required_keys` does not name, so workers do not get them."""
 
-from rl_core.interfaces.loss import LossFunction, LossType
+from rl_core.interfaces.policy import LossFunction, LossType
 
 
 class Loss(LossFunction):

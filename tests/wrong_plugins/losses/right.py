@@ -1,6 +1,6 @@
 """The right control: the mean over the tokens of the global batch."""
 
-from rl_core.interfaces.loss import LossFunction, LossType
+from rl_core.interfaces.policy import LossFunction, LossType
 
 
 class Loss(LossFunction):

@@ -3,7 +3,7 @@
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 
 
 class PolicyOf(DistributedPolicy):

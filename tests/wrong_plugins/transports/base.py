@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rl_core.errors import DeadlineExceededError
-from rl_core.interfaces.weights import WeightTransport
+from rl_core.interfaces.policy import WeightTransport
 
 
 class Files(WeightTransport):

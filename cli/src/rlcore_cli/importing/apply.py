@@ -14,13 +14,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from rl_core.config.diagnostics import Problems, show
+from rl_core.config.diagnostics import KeyPath, Node, Problems, SourceLocation, dotted, show
 from rl_core.config.introspection import NO_DEFAULT
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.errors import ConfigError
-from rl_train.config.interpolation import escape, resolve
 from rl_train.config.secrets import Secrets
-from rl_train.config.sources import read_sources
+from rl_train.config.sources import escape, read_sources, resolve
 from rlcore_cli.importing.rows import (
     MISSING,
     Decision,

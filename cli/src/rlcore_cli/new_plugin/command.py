@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
+from rlcore_cli.new_plugin.scaffold import PLUGIN_KINDS
 
 
 def new_plugin(

@@ -1,32 +1,40 @@
-"""Renders the report of a run and writes it atomically."""
+"""Renders the report of a run and writes it atomically.
+
+`rlcore report`: writes the HTML report of a run.
+
+The status of a run, from its status file and from whether its process is alive.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from markupsafe import Markup
 
 from rl_core.errors import UserError
-from rl_train.atomic_writes import write_atomically
-from rl_train.config.dotted_keys import leaves
-from rlcore_cli.report.chart import Band, Line, line_chart, stacked_chart, time_chart
-from rlcore_cli.report.ending import Ending
+from rl_train.config.values import leaves
+from rl_train.files import format_size, write_atomically
+from rl_train.run_folders.run_names import completed_runs, existing_run_path
+from rlcore_cli.report.chart import Band, Line, format_duration, format_number, line_chart, stacked_chart, time_chart
 from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, phase_label, phases
 from rlcore_cli.report.rollouts import Sample, listed_rollouts, sample_rollouts
-from rlcore_cli.report.run_folder import Curve, RunFolder
-from rlcore_cli.report.scales import format_duration, format_number
+from rlcore_cli.report.run_folder import Curve, RunFolder, read_run_folder
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
 
 MAX_MIB = 5.0
 """Default maximum size of a report, in MiB."""
@@ -315,3 +323,126 @@ def _remedy(trainer: float, engine: float, run: RunFolder, timeline: Mapping[str
     if in_environment:
         return "Sampling is slower than training, and most rollouts wait for the environment: it needs more workers."
     return "Sampling is slower than training: the engine needs more resources."
+
+
+PAGE = "report.html"
+
+
+def report(
+    run_folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run folder, or its name in runs.", show_default=False, autocompletion=completed_runs
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="Output file; report.html in the run folder by default.")] = None,
+    max_mib: Annotated[
+        float, typer.Option(min=0.5, help="Maximum size of the report in MiB; rollouts are omitted to stay below it.")
+    ] = 5.0,
+) -> None:
+    """Write an HTML report of a run: curves, rollouts by token, config, versions, outcome.
+
+    The report is a single file that needs no network. The run may still be in progress; `rlcore watch` shows a page that is
+    updated.
+
+    Example:
+        rlcore report grpo_addition
+        rlcore report runs/grpo_addition --output /tmp/run.html
+    """
+    run_folder = existing_run_path(run_folder)
+    page = output if output is not None else run_folder / PAGE
+    run = read_run_folder(run_folder)
+    ending = ending_of(run)
+    write_page(page, render(run, ending, max_mib=max_mib))
+    print(f"{page} ({format_size(page.stat().st_size)}). {ending.sentence}", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The status of a run.
+
+    Attributes:
+        state: `building`, `running`, `finished`, `interrupted`, `failed`, `vanished` (its process is gone) or
+            `unknown`.
+        sentence: The status in words.
+        error: The error message of the run.
+        times: Start, end and duration, as far as they are recorded.
+        is_over: Whether the run has ended.
+    """
+
+    state: str
+    sentence: str
+    error: str | None = None
+    times: str = ""
+    is_over: bool = True
+
+
+def ending_of(run: RunFolder) -> Ending:
+    """The status of a run from status.json; its process is checked only on the machine where it ran."""
+    return replace(_ending(run), times=_span(run))
+
+
+def _ending(run: RunFolder) -> Ending:
+    status = run.status or {}
+    state = status.get("state")
+    done, planned = run.last_step or 0, run.planned_steps
+    so_far = f"{done} of {planned} steps" if planned is not None else f"{done} steps"
+    during = _during(status.get("during"))
+    error = str(status["error"]) if status.get("error") else None
+    match state:
+        case "finished":
+            return Ending(state=state, sentence=f"Finished: {so_far}.")
+        case "interrupted":
+            return Ending(state=state, sentence=f"Interrupted{during} after {so_far}.", error=error)
+        case "failed":
+            return Ending(state=state, sentence=f"Failed{during} after {so_far}.", error=error)
+        case "building" | "running" if _is_gone(run, status.get("pid")):
+            sentence = (
+                f"Exited without an error message after {so_far}: process {status['pid']} is gone. It was killed (out of "
+                "memory?) or the machine went down."
+            )
+            return Ending(state="vanished", sentence=sentence)
+        case "building":
+            return Ending(state=state, sentence=f"Starting: {so_far} so far.", is_over=False)
+        case "running":
+            return Ending(state=state, sentence=f"Running: {so_far} so far.", is_over=False)
+        case _:
+            return Ending(state="unknown", sentence=f"{so_far.capitalize()}; the run folder has no valid status.")
+
+
+def _during(phase: object) -> str:
+    if not phase:
+        return ""
+    return " during startup," if phase == "building" else f" in phase {phase},"
+
+
+def _span(run: RunFolder) -> str:
+    """Start, end and duration; for a resumed run, those of its latest process."""
+    status = run.status or {}
+    started = status.get("started") or (run.environment or {}).get("started")
+    if not started:
+        return ""
+    ended, seconds = status.get("ended"), status.get("seconds")
+    end = f", ended {_moment(ended)}" if ended else ""
+    took = f", took {format_duration(seconds)}" if isinstance(seconds, int | float) else ""
+    return f"Started {_moment(started)}{end}{took}."
+
+
+def _moment(text: object) -> str:
+    return str(text).replace("T", " ").replace("+00:00", " UTC")
+
+
+def _is_gone(run: RunFolder, pid: object) -> bool:
+    # While a run is being resumed, environment.json still describes the previous process.
+    host = (run.status or {}).get("host") or (run.environment or {}).get("host")
+    if not isinstance(pid, int) or host != socket.gethostname():
+        return False
+    if Path("/proc").is_dir():
+        return not Path(f"/proc/{pid}").exists()
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

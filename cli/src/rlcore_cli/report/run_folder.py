@@ -52,7 +52,7 @@ class RunFolder:
         environment: Versions, plugins, host, start time.
         status: The contents of status.json.
         rollouts: The rollout file of each step.
-        timelines: The timeline of each step, with the keys of `rl_train.metrics.timeline.Timeline`.
+        timelines: The timeline of each step, with the keys of `rl_train.metrics.logger.Timeline`.
         token_texts: The text of each sampled token id.
     """
 

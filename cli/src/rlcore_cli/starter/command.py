@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_core.errors import ConfigError, DataError
-from rlcore_cli.counting import counted
+from rlcore_cli.arguments import counted
 
 if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
-    from rlcore_cli.starter.config_values import Starter
-    from rlcore_cli.starter.data_file import DataFile
-    from rlcore_cli.starter.recipe import Hardware
-    from rlcore_cli.starter.row_format import RowFormat
+    from rlcore_cli.starter.config_values import Hardware, Starter
+    from rlcore_cli.starter.data_file import DataFile, RowFormat
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MEASURED = 1000
@@ -85,14 +83,13 @@ def init(
         rlcore init pairs.jsonl --question query --chosen better --rejected worse --skip-bad-rows
         rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
-    from rl_core.config.paths import model_path_problem
+    from rl_core.config.section import model_path_problem
     from rl_core.data.hub import require_model
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rl_train.data.bad_rows import BadRowsError
-    from rlcore_cli.starter.data_file import SKIP_BAD_ROWS, read_data_file
-    from rlcore_cli.starter.recipe import parse_hardware
-    from rlcore_cli.starter.row_format import named_fields, recognize
+    from rl_train.data.records import BadRowsError
+    from rlcore_cli.starter.config_values import parse_hardware
+    from rlcore_cli.starter.data_file import SKIP_BAD_ROWS, named_fields, read_data_file, recognize
 
     hardware = None if gpus is None else parse_hardware(gpus)
     train = read_data_file(data, skip_bad_rows=skip_bad_rows)
@@ -145,7 +142,7 @@ def _starter(
 ) -> Starter:
     """What the config is made from, as far as it follows from the options and the rows; `grades`: `math` may be used."""
     from rlcore_cli.starter.config_values import Starter, are_mathematical
-    from rlcore_cli.starter.row_format import has_system_messages, has_text_prompts, prompts_ask_for_box
+    from rlcore_cli.starter.data_file import has_system_messages, has_text_prompts, prompts_ask_for_box
 
     is_math = grades and ("record_fn" in form.keys or are_mathematical(_answers(train, form)))
     return Starter(
@@ -169,7 +166,7 @@ def _starter(
 
 
 def _answers(train: DataFile, form: RowFormat) -> list[Any]:
-    from rl_train.data.nested_fields import field_value
+    from rl_train.data.records import field_value
 
     key = form.answer_key
     values = [] if key is None else [field_value(row, key) for row in train.rows]
@@ -201,12 +198,12 @@ def _files(
 
 def _config_text(starter: Starter, model: str, hardware: Hardware | None, registry: Registry) -> str:
     from rlcore_cli.annotated import annotated_yaml
-    from rlcore_cli.starter import config_values, recipe
+    from rlcore_cli.starter import config_values
 
     values, comments, head = config_values.config_values(starter), config_values.comments(starter), ""
     if hardware is not None:
-        fitted = recipe.fit(values, hardware, registry, model=_absolute(model))
-        values, comments, head = dict(fitted.values), comments | recipe.COMMENTS, fitted.description(hardware)
+        fitted = config_values.fit(values, hardware, registry, model=_absolute(model))
+        values, comments, head = dict(fitted.values), comments | config_values.RECIPE_COMMENTS, fitted.description(hardware)
     return head + "\n" + "\n".join(annotated_yaml(values, lambda key: comments.get(key, ""))) + "\n"
 
 
@@ -219,8 +216,7 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     from rl_core.data.tokenizer import load_tokenizer
     from rl_train.assembly.preparation import Preparation
     from rl_train.config.loader import load_config
-    from rl_train.diagnostics.model_files import read_model_config
-    from rl_train.diagnostics.position_limit import position_limit
+    from rl_train.diagnostics.model_files import position_limit, read_model_config
     from rl_train.workbench.dataset_view import view_datasets
     from rlcore_cli.starter.config_values import config_values, has_few_parameters
 
@@ -334,10 +330,10 @@ def _reject_existing(names: Iterable[str], folder: Path) -> None:
 def _report(
     starter: Starter, form: RowFormat, train: DataFile, validation: DataFile | None, files: Mapping[str, str], output: Path
 ) -> None:
-    from rl_train.data.bad_rows import bad_row_lines
+    from rl_train.data.records import bad_row_lines
     from rlcore_cli.data import EMPTY
     from rlcore_cli.starter.config_values import FEWEST_ROWS
-    from rlcore_cli.starter.row_format import ANSWERS
+    from rlcore_cli.starter.data_file import ANSWERS
 
     config = output / _CONFIG
     print(f"{train.path}: {counted(starter.rows, 'row')}, each {form.name}")

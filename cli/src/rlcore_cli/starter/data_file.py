@@ -1,18 +1,24 @@
-"""Reads a data file in any of the usual formats; formats that no dataset reads are converted to JSON Lines."""
+"""Reads a data file in any of the usual formats; formats that no dataset reads are converted to JSON Lines.
+
+Recognizes what the rows of a data file are, from the names and values of their fields; a few bad rows do not matter.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
+from rl_train.data.records import field_value
 
 if TYPE_CHECKING:
-    from rl_train.data.bad_rows import BadRow
+    from rl_train.data.records import BadRow
+
 
 _TABLES = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """Separators that are tried, by file extension; the first is the usual one."""
@@ -62,7 +68,7 @@ def read_data_file(path: Path, *, skip_bad_rows: bool = False) -> DataFile:
     else:
         data = DataFile(path=path, dataset="jsonl", rows=_json_lines(path))
     if data.bad and not (skip_bad_rows and data.rows):
-        from rl_train.data.bad_rows import BadRowsError
+        from rl_train.data.records import BadRowsError
 
         total = len(data.rows) + len(data.bad)
         raise BadRowsError(data.bad, total=total, rows_of=f"{total} rows of {path}", remedy=SKIP_BAD_ROWS)
@@ -72,7 +78,7 @@ def read_data_file(path: Path, *, skip_bad_rows: bool = False) -> DataFile:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    from rl_train.data.json_lines import JsonLines
+    from rl_train.data.rows import JsonLines
 
     lines, rows = JsonLines(path), []
     for number in range(len(lines)):
@@ -86,7 +92,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 def _json_array(path: Path) -> list[dict[str, Any]] | None:
     """The objects of a file that is one JSON array; None for any other file."""
-    from rl_train.data.strict_json import read_json
+    from rl_train.data.rows import read_json
 
     with path.open("rb") as file:
         if not file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
@@ -103,7 +109,7 @@ def _json_array(path: Path) -> list[dict[str, Any]] | None:
 
 def _table(path: Path) -> DataFile:
     """The rows of a CSV or TSV file; those with another number of values than there are columns are bad."""
-    from rl_train.data.bad_rows import BadRow
+    from rl_train.data.records import BadRow
 
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -134,3 +140,265 @@ def _split(line: str, separator: str) -> list[str]:
 def json_lines_text(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as JSON Lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+Row = Mapping[str, Any]
+
+_QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
+ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
+_RESPONSES = ("response", "completion", "output")
+SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """What a row is, and how a dataset reads it."""
+
+    name: str
+    algorithms: tuple[str, ...]
+    """Algorithms that can train on such rows; the first is the default."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the dataset's section that differ from their defaults."""
+    answer_key: str | None = None
+    """Field with the expected answer; None if rows have none."""
+    response_key: str | None = None
+    """Field with a response to imitate, for supervised training; None if it is part of the conversation."""
+
+    @property
+    def question_key(self) -> str:
+        """Field with the question or prompt."""
+        return str(self.keys.get("input_key") or "question")
+
+
+def recognize(rows: Sequence[Row], path: str) -> RowFormat:
+    """The format that most rows have.
+
+    Args:
+        rows: The rows of a file; at least one.
+        path: Name of the file in errors.
+
+    Raises:
+        DataError: The fields fit no format, or one that no algorithm trains on. The message says which options name the fields.
+    """
+    try:
+        found = next(filter(None, (recognized(rows) for recognized in _FORMATS)), None)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    if found is not None:
+        return found
+    fields = "\n".join(f"  {name}: {kind}" for name, kind in sorted(_kinds(rows).items()))
+    raise DataError(
+        f"{path}: the rows have no known format. Their fields:\n{fields}\n"
+        "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
+        "(`instruction`, `output`), verl (`prompt`, `reward_model`), and `chosen` with `rejected`. Name the fields yourself: "
+        "--question FIELD and, if the rows have it, --answer FIELD (what a reward compares with) or --response FIELD (what the "
+        "model should write); for preference pairs --question FIELD, --chosen FIELD and --rejected FIELD."
+        + _proposal(rows, path)
+    )
+
+
+def _proposal(rows: Sequence[Row], path: str) -> str:
+    """A command with the longest texts as questions and the field with the fewest values as answers; empty without texts."""
+    pair = [name for name in ("chosen", "rejected") if _most_have(rows, name, str)]
+    texts = [name for name in rows[0] if name not in pair and _most_have(rows, name, str)]
+    if not texts:
+        return ""
+    question = max(texts, key=lambda name: sum(len(str(row.get(name))) for row in rows))
+    values = {name: len({str(row.get(name)) for row in rows}) for name in texts if name != question}
+    answer = ["--answer", min(values, key=values.__getitem__)] if values else []
+    fields = ["--question", question, *(["--chosen", "chosen", "--rejected", "rejected"] if len(pair) == 2 else answer)]
+    return f"\nFor example: {shlex.join(['rlcore', 'init', path, *fields])}"
+
+
+def named_fields(
+    rows: Sequence[Row],
+    path: str,
+    *,
+    question: str | None,
+    answer: str | None,
+    response: str | None,
+    chosen: str | None,
+    rejected: str | None,
+) -> RowFormat | None:
+    """The format of rows whose fields the user names; None if no field is named.
+
+    Raises:
+        DataError: No row has one of the fields.
+        ConfigError: These fields do not make up a format.
+    """
+    for name in filter(None, (question, answer, response, chosen, rejected)):
+        if all(field_value(row, name) is None for row in rows):
+            raise DataError(f"{path}: no row has a field {name!r}; row 1 has {sorted(rows[0])}")
+    if chosen or rejected:
+        if not chosen or not rejected or answer or response:
+            raise ConfigError("Preference pairs need --chosen and --rejected, without --answer and --response.")
+        if (pairs := _pairs(rows, chosen=chosen, rejected=rejected, question=question)) is None:
+            raise ConfigError(
+                f"{path}: {chosen!r} and {rejected!r} must be texts, with the prompt in a field that --question names, or "
+                "lists of messages."
+            )
+        return pairs
+    if question is None and (answer or response):
+        raise ConfigError("--answer and --response need --question: name the field with the question as well.")
+    return None if question is None else _question_format(question, answer, response)
+
+
+def _question_format(question: str, answer: str | None, response: str | None) -> RowFormat:
+    keys: dict[str, Any] = {} if question == "question" else {"input_key": question}
+    if response is not None and answer is None:
+        return RowFormat(
+            name=f"a question ({question}) and a response ({response})",
+            algorithms=SUPERVISED,
+            keys={**keys, "response_key": response, "output_key": None},
+            response_key=response,
+        )
+    if answer is None:
+        return RowFormat(name=f"a prompt ({question})", algorithms=("grpo",), keys={**keys, "output_key": None})
+    return RowFormat(
+        name=f"a question ({question}) and an answer ({answer})",
+        algorithms=SAMPLING,
+        keys={**keys, **({} if answer == "expected_answer" else {"output_key": answer})},
+        answer_key=answer,
+        response_key=response or answer,
+    )
+
+
+def _pairs(
+    rows: Sequence[Row], *, chosen: str = "chosen", rejected: str = "rejected", question: str | None = None
+) -> RowFormat | None:
+    if not _most_have(rows, chosen, str, list) or not _most_have(rows, rejected, str, list):
+        return None
+    prompt = question or next((name for name in _QUESTIONS if _most_have(rows, name, str, list)), None)
+    if prompt is None and not _most_have(rows, chosen, list):
+        return None  # without a prompt, both must be whole conversations
+    keys = {"prompt_key": prompt or "prompt", "chosen_key": chosen, "rejected_key": rejected}
+    return RowFormat(
+        name="a prompt with a chosen and a rejected answer",
+        algorithms=PAIRS,
+        keys={key: name for key, name in keys.items() if key != f"{name}_key"},
+    )
+
+
+def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:
+    if not _most_have(rows, "conversations", list):
+        return None
+    return RowFormat(name="a ShareGPT conversation", algorithms=SUPERVISED, keys={"record_fn": "sharegpt"})
+
+
+def _messages(rows: Sequence[Row]) -> RowFormat | None:
+    talks = [row["messages"] for row in rows if _is_conversation(row.get("messages"))]
+    if 2 * len(talks) <= len(rows):
+        return None
+    answer = _answer_field(rows)
+    ends = 2 * sum(talk[-1]["role"] == "assistant" for talk in talks) > len(talks)
+    if answer is None and not ends:
+        return RowFormat(
+            name="a prompt of several messages", algorithms=("grpo",), keys={"input_key": "messages", "output_key": None}
+        )
+    expected: dict[str, Any] = {} if answer == "expected_answer" else {"output_key": answer}
+    if answer is not None and ends:
+        expected["continue_final_message"] = False
+    algorithms = (*(("grpo",) if answer else ()), *(("sft",) if ends else ()))
+    name = "a conversation" if answer is None else f"a conversation with an answer ({answer})"
+    return RowFormat(name=name, algorithms=algorithms, keys={"input_key": "messages", **expected}, answer_key=answer)
+
+
+def _alpaca(rows: Sequence[Row]) -> RowFormat | None:
+    if not _most_have(rows, "instruction", str) or not _most_have(rows, "output", str):
+        return None
+    return RowFormat(name="an Alpaca instruction with its output", algorithms=SUPERVISED, keys={"record_fn": "alpaca"})
+
+
+def _gsm8k(rows: Sequence[Row]) -> RowFormat | None:
+    if not _most_have(rows, "question", str) or not _most(rows, lambda row: "####" in str(row.get("answer"))):
+        return None
+    keys = {"record_fn": "gsm8k"}
+    return RowFormat(name="a GSM8K problem (the number after ####)", algorithms=SAMPLING, keys=keys, answer_key="answer")
+
+
+def _questions(rows: Sequence[Row]) -> RowFormat | None:
+    question = next((name for name in _QUESTIONS if _most_have(rows, name, str, list)), None)
+    if question is None:
+        return None
+    answer = _answer_field(rows)
+    response = next((name for name in _RESPONSES if _most_have(rows, name, str, list)), None)
+    verdicts = ("true", "false", "1", "0") if answer == "label" else ("true", "false")
+    if response and answer and _most(rows, lambda row: str(row.get(answer)).lower() in verdicts):
+        raise DataError(
+            f"each row is a {question} with a {response}, and {answer} says whether it is good: unpaired feedback, on which no "
+            f"algorithm trains yet. Keep the rows with a good {response} and imitate them: --question {question} --response "
+            f"{response}. Or join a good and a bad {response} for the same {question} into a pair: `chosen` and `rejected`"
+        )
+    return _question_format(question, answer, response)
+
+
+def _verl(rows: Sequence[Row]) -> RowFormat | None:
+    if not _most(rows, lambda row: isinstance(row.get("reward_model"), Mapping)) or not _most_have(rows, "prompt", str, list):
+        return None
+    answer = "reward_model.ground_truth"
+    is_text = _most_have(rows, answer, str, int, float)
+    passed = [name for name in ("data_source", "extra_info", *(() if is_text else (answer,))) if _most_have(rows, name, object)]
+    return RowFormat(
+        name=f"a verl prompt with an answer ({answer})",
+        algorithms=("grpo",),
+        keys={"input_key": "prompt", "output_key": answer if is_text else None, "env_keys": passed},
+        answer_key=answer if is_text else None,
+    )
+
+
+_FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
+    _pairs,
+    _verl,
+    _sharegpt,
+    _messages,
+    _alpaca,
+    _gsm8k,
+    _questions,
+)
+"""In the order in which they are tried: a later format may accept the rows of an earlier one."""
+
+
+def has_text_prompts(rows: Sequence[Row], form: RowFormat) -> bool:
+    """Whether prompts are a field with text, which a prompt config can contain."""
+    return "record_fn" not in form.keys and _most_have(rows, form.question_key, str)
+
+
+def prompts_ask_for_box(rows: Sequence[Row], form: RowFormat) -> bool:
+    """Whether most prompts ask for the answer in a box."""
+    return _most(rows, lambda row: "\\boxed" in str(field_value(row, form.question_key)))
+
+
+def has_system_messages(rows: Sequence[Row], form: RowFormat) -> bool:
+    """Whether the messages of a row begin with a system message."""
+    prompts = [field_value(row, form.question_key) for row in rows]
+    firsts = [prompt[0] for prompt in prompts if isinstance(prompt, list) and prompt]
+    return any(isinstance(first, Mapping) and first.get("role") in ("system", "developer") for first in firsts)
+
+
+def _answer_field(rows: Sequence[Row]) -> str | None:
+    """The field with the expected answers: preferably in all rows, else in most."""
+    named = [name for name in ANSWERS if _most_have(rows, name, str, int, float)]
+    return min(named, key=lambda name: any(row.get(name) in (None, "") for row in rows), default=None)
+
+
+def _most_have(rows: Sequence[Row], name: str, *kinds: type) -> bool:
+    """Whether most rows have a value of one of these types, which is not empty."""
+    return _most(rows, lambda row: isinstance(value := field_value(row, name), kinds) and value not in (None, ""))
+
+
+def _most(rows: Sequence[Row], is_so: Callable[[Row], bool]) -> bool:
+    return 2 * sum(map(is_so, rows)) > len(rows)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and "role" in each for each in value)
+
+
+def _kinds(rows: Sequence[Row]) -> dict[str, str]:
+    """The types of each field, and in how many rows it is missing."""
+    kinds: dict[str, str] = {}
+    for name in {key for row in rows for key in row}:
+        types = sorted({type(row[name]).__name__ for row in rows if name in row})
+        missing = sum(name not in row for row in rows)
+        kinds[name] = " or ".join(types) + (f", missing in {missing} of {len(rows)} rows" if missing else "")
+    return kinds

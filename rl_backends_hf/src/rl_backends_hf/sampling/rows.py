@@ -1,14 +1,21 @@
-"""The rows of one generation call, created from prompts and grouped by prompt."""
+"""The rows of one generation call, created from prompts and grouped by prompt.
+
+Keys and values of conversations between their turns, so that a turn computes only its new tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Final
 
+import torch
+
+from rl_backends_hf.sampling.kv_cache import SlotCache
 from rl_backends_hf.sampling.token_choice import LIKELY_TOKENS, SamplingParameters
-from rl_core.data.conversation_tokens import decode
 from rl_core.data.generation_io import Completion, Prompt, SampledRow
+from rl_core.data.tokenizer import decode
 from rl_core.errors import RLCoreError
 
 
@@ -163,3 +170,79 @@ class StopStringScanner:
         if len(self._window) > _WINDOW_TOKENS:
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._read_chars = len(decode(self._tokenizer, self._window))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedPrefix:
+    """Keys and values of the first tokens of a row.
+
+    Attributes:
+        tokens: the tokens.
+        layers: keys and values of each layer, [heads, len(tokens), head_dim].
+    """
+
+    tokens: list[int]
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors."""
+        return sum(tensor.nbytes for pair in self.layers for tensor in pair)
+
+    def of(self, tokens: Sequence[int]) -> CachedPrefix:
+        """The longest common prefix with `tokens`, shorter than `tokens` so that at least one token is left to compute."""
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
+        length = sum(1 for _ in equal)
+        return CachedPrefix(
+            tokens=self.tokens[:length], layers=[(keys[:, :length], values[:, :length]) for keys, values in self.layers]
+        )
+
+
+class SessionCache:
+    """The latest turn of each session; the least recently used ones are discarded if memory is short.
+
+    Args:
+        max_bytes: memory limit of all sessions.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._prefixes: dict[str, CachedPrefix] = {}
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all sessions."""
+        return self._bytes
+
+    def put(self, session: str, tokens: list[int], cache: SlotCache, slot: int) -> None:
+        """Copy keys and values of a slot that holds `tokens`; a row larger than the limit is not kept."""
+        self.take(session)
+        if not tokens or self._max_bytes == 0:
+            return
+        prefix = CachedPrefix(tokens=tokens, layers=cache.copy_of(slot, len(tokens)))
+        if prefix.num_bytes > self._max_bytes:
+            return
+        self._prefixes[session] = prefix
+        self._bytes += prefix.num_bytes
+        while self._bytes > self._max_bytes:
+            self.take(next(iter(self._prefixes)))
+
+    def take(self, session: str) -> CachedPrefix | None:
+        """Remove and return what is kept of a session."""
+        prefix = self._prefixes.pop(session, None)
+        if prefix is not None:
+            self._bytes -= prefix.num_bytes
+        return prefix
+
+    def close(self, sessions: Iterable[str]) -> None:
+        """Discard sessions; unknown names are ignored."""
+        for session in sessions:
+            self.take(session)
+
+    def clear(self) -> None:
+        """Discard all sessions, as their keys and values belong to older weights."""
+        self._prefixes.clear()
+        self._bytes = 0

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_hf.scoring.scalar_head import ValueScoring
-from rl_backends_hf.scoring.scoring_model import ScoringModel, packed_input, padded_input
+from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring, packed_input, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import fill, reshard
 from rl_backends_hf.torch_internals import compile_error

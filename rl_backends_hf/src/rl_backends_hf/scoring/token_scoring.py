@@ -1,15 +1,22 @@
-"""Token log-probabilities of a causal LM, computed in chunks of its LM head."""
+"""Token log-probabilities of a causal LM, computed in chunks of its LM head.
+
+Log-probabilities of given tokens, or of the top k, computed from hidden states in chunks.
+
+The logits of N positions over a vocabulary of size V are the largest tensor of a language model. Here, at most `chunk` rows of
+them exist at one time, in the forward and the backward pass, which recomputes them. Gradients are exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_backends_hf.scoring.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
 from rl_core.errors import NotSupportedError
 
@@ -87,3 +94,186 @@ def logit_transform(config: PretrainedConfig, *, temperature: float) -> LogitTra
     scale = scale * scaling if text.model_type.startswith("hyperclovax") else scale / scaling
     softcap = getattr(text, "final_logit_softcapping", None)
     return LogitTransform(scale=scale, softcap=None if softcap is None else float(softcap), temperature=temperature)
+
+
+_CPU_ROWS: Final = 32
+"""Rows of logits that a CPU reads or changes at one time: they stay in its cache between the operations on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """Scaling and soft cap that a model family applies to the LM head's output, followed by the temperature.
+
+    logits = cap * tanh(scale * raw / cap) / temperature, in float32; no cap if `softcap` is None.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __call__(self, raw: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] float32 of the head's output [n, V]; may overwrite it."""
+        logits = raw.float()
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Derivative of the logits with respect to the head's output: a number, or [n, V] float32."""
+        constant = self.scale / self.temperature
+        if self.softcap is None:
+            return constant
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(constant)
+
+
+def chunked_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    transform: LogitTransform,
+    chunk: int,
+) -> torch.Tensor:
+    """Log-probability of each target token, in nats; several targets per position cost one pass.
+
+    Args:
+        hidden: [N, H] last hidden states, one per predicted token.
+        weight: [V, H] of the LM head; may be the embedding's.
+        bias: [V] of the LM head, or None.
+        targets: [N] int64 token ids, or [N, C] with C ids per position.
+        transform: from the head's output to logits.
+        chunk: rows of logits that exist at one time.
+
+    Returns:
+        [N] or [N, C] float32, differentiable in `hidden`, `weight` and `bias`.
+    """
+    several = targets if targets.ndim == 2 else targets.unsqueeze(1)
+    logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, several, transform, chunk
+    )
+    return logprobs if targets.ndim == 2 else logprobs.squeeze(1).clone()  # FSDP2 warns of outputs that are views
+
+
+def chunked_topk_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    k: int,
+    transform: LogitTransform,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` most likely tokens at each position, most likely first; arguments as `chunked_token_logprobs`.
+
+    Returns:
+        Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; without a gradient.
+    """
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
+    with torch.no_grad():
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, bias, transform)
+            top, ids[rows] = torch.topk(logits, k, dim=-1)
+            logprobs[rows] = top - _log_normalizer(logits)
+    return ids, logprobs
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform) -> torch.Tensor:
+    return transform(torch.nn.functional.linear(hidden, weight, bias))
+
+
+class _ChunkedTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: LogitTransform,
+        chunk: int,
+    ) -> torch.Tensor:
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
+        normalizer = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
+        logits = None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, bias, transform)
+            normalizer[rows] = _log_normalizer(logits)
+            logprobs[rows] = logits.gather(1, targets[rows]) - normalizer[rows]
+        # A single chunk fits into memory anyway; keeping it saves its recomputation in the backward pass.
+        saved_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, saved_logits)
+        ctx.transform, ctx.chunk = transform, chunk
+        return logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizer, saved_logits = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        several = len(hidden) > ctx.chunk
+        # Sums over chunks are float32, so that chunking does not reduce the precision of a bfloat16 head.
+        sum_dtype = torch.float32 if several else weight.dtype
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if needs_bias and bias is not None else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = saved_logits if saved_logits is not None else _logits(hidden[rows], weight, bias, ctx.transform)
+            raw = _to_grad_of_raw(logits, normalizer[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(raw, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, raw, hidden[rows])
+            if grad_bias is not None:
+                grad_bias += raw.sum(0, dtype=sum_dtype)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _few_rows(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same rows of each of some tensors [n, ...], few at a time on a CPU."""
+    rows = _CPU_ROWS if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+    return zip(*(each.split(rows) for each in tensors), strict=True)
+
+
+def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
+    """[n, 1], the log-sum-exp of logits [n, V]."""
+    return torch.cat([torch.logsumexp(rows, dim=-1, keepdim=True) for (rows,) in _few_rows(logits)])
+
+
+def _to_grad_of_raw(
+    logits: torch.Tensor,
+    normalizer: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    transform: LogitTransform,
+) -> torch.Tensor:
+    """Gradient [n, V] float32 of the head's output: sum over targets of grad * (one-hot of the target - softmax) * slope.
+
+    It replaces the logits: autograd refuses a second backward pass, in which they would be wrong.
+    """
+    for few, normalizers, own_targets, own_grad in _few_rows(logits, normalizer, targets, grad):
+        slope = transform.slope(few)
+        few.sub_(normalizers).exp_().mul_(-own_grad.sum(dim=1, keepdim=True))
+        few.scatter_add_(1, own_targets, own_grad).mul_(slope)
+    return logits
+
+
+def _add_product(total: torch.Tensor, raw: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add raw^T hidden to `total` [V, H]."""
+    if total.dtype == raw.dtype:
+        total.addmm_(raw.t(), hidden)
+    else:
+        total += raw.t() @ hidden

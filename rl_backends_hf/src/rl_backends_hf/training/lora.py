@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
-from rl_backends_hf.scoring.scalar_head import HEAD_NAME, scalar_head
+from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import Head, RefitManifest, dtype_name, weights_of
 from rl_core.data.hub import model_source
 from rl_core.errors import CheckpointError, NotSupportedError, UserError

@@ -1,17 +1,38 @@
-"""Builds the configured optimizer."""
+"""Builds the configured optimizer.
+
+Float32 master weights that the optimizer updates, for a model of any dtype.
+
+A bfloat16 weight has 8 bits of precision, so a step of 1e-5 times its size would be rounded away. The optimizer therefore
+updates a float32 copy of each weight that is not float32; gradients of microbatches accumulate there in float32, and after a
+step the copy is rounded into the model. Bytes per parameter with Adam: bfloat16 2 + copy 4 + gradient 4 + moments 8 = 18;
+float32 4 + 4 +
+8 = 16. With FSDP2, the sharded weights are float32 and are rounded when gathered: 16 bytes, divided by the number of ranks.
+
+Pinned host memory for tensors that leave the GPU between the phases of a step.
+
+State of optimizers that keep it quantized: those of torchao, such as `torchao.optim.AdamW8bit`.
+
+A quantized tensor (https://arxiv.org/abs/2110.02861) consists of plain ones: codes, one scale for each block of codes, and the
+values of the codes. Blocks do not end where the rows of a weight end, so other shards of it have other blocks: a checkpoint
+has the plain tensors of each shard, and only the same number of shards can continue from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from rl_backends_hf.shards import has_parts, local
 from rl_backends_hf.torch_internals import compile_error
-from rl_backends_hf.training.quantized_state import create_state, is_quantized
 from rl_core.backend import call_named
 from rl_core.config.schema import OptimizerConfig
-from rl_core.errors import UserError, with_key
+from rl_core.errors import CheckpointError, UserError, with_key
 from rl_core.plugins.import_path import resolve
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"
@@ -64,3 +85,233 @@ def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
             key="policy.optimizer.name",
         ) from error
     optimizer.state.clear()
+
+
+_log = logging.getLogger(__name__)
+
+
+class MasterWeights:
+    """Parameters that the optimizer updates: the model's float32 parameters, and float32 copies of all others.
+
+    Args:
+        model: frozen parameters (without `requires_grad`) are excluded; tied ones occur once.
+        model_dtype: dtype in which the weights are computed with, saved and exported.
+
+    Attributes:
+        parameters: name to parameter.
+        are_rounded: whether exported weights are rounded, so that the masters must be saved separately.
+    """
+
+    def __init__(self, model: nn.Module, *, model_dtype: torch.dtype) -> None:
+        self.are_rounded = model_dtype != torch.float32
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            master = parameter
+            if parameter.dtype != torch.float32:
+                master = nn.Parameter(parameter.detach().float())
+                self._copies.append((parameter, master))
+                parameter.register_post_accumulate_grad_hook(_AccumulateInto(master))
+            self.parameters[name] = master
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether any master is a copy of a model weight."""
+        return bool(self._copies)
+
+    def copy_to_model(self) -> None:
+        """Copy the master weights into the model, rounded to its dtype."""
+        with torch.no_grad():
+            for parameter, master in self._copies:
+                parameter.copy_(master)
+
+    def copy_from_model(self) -> None:
+        """Set the masters to the model's weights."""
+        with torch.no_grad():
+            for parameter, master in self._copies:
+                master.copy_(parameter)
+
+    def load_exact(self, exact: Mapping[str, torch.Tensor]) -> None:
+        """Set masters to the float32 weights that the model's weights were rounded from.
+
+        A master that starts exactly at its rounded value must move by half a rounding step before the model changes; masters
+        that start anywhere in between change the model, on average, by as much as they move.
+
+        Args:
+            exact: by name; values that do not round to the model's weight are ignored with a warning.
+        """
+        rounded = {id(master): parameter for parameter, master in self._copies}
+        with torch.no_grad():
+            for name, master in self.parameters.items():
+                if id(master) not in rounded or name not in exact:
+                    continue
+                value = exact[name].to(master.device)
+                if torch.equal(value.to(rounded[id(master)].dtype), rounded[id(master)]):
+                    master.copy_(value)
+                else:
+                    _log.warning(
+                        "%s differs from its float32 value in the checkpoint, so its master starts at the rounded weight", name
+                    )
+
+    def move(self, device: torch.device, memory: HostMemory) -> None:
+        """Move the copies to `device`; the model's own parameters move with the model."""
+        for number, (_, master) in enumerate(self._copies):
+            master.data = memory.move(("master", number), master.data, device)
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """Name to gradient, for parameters that have one."""
+        return {name: master.grad for name, master in self.parameters.items() if master.grad is not None}
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None."""
+        for master in self.parameters.values():
+            master.grad = None
+        for parameter, _ in self._copies:
+            parameter.grad = None
+
+
+class _AccumulateInto:
+    """Hook that adds a parameter's new gradient to its master's and frees it."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if self._master.grad is None:
+            self._master.grad = gradient.float()
+        else:
+            self._master.grad.add_(gradient)
+
+
+class HostMemory:
+    """Moves tensors between a GPU and host memory that is allocated once and kept, because pinning it takes longer than a copy.
+
+    The host does not wait for the copies: it calls `torch.cuda.synchronize` before it reads what has left the GPU. A weight
+    without gradient is copied to the host once, and later only dropped on the GPU. Shards of FSDP2 use the pinned memory that
+    torch keeps; quantized ones are copied to new memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, torch.Tensor] = {}
+
+    def move(self, key: Hashable, tensor: torch.Tensor, device: torch.device, *, is_frozen: bool = False) -> torch.Tensor:
+        """The tensor on `device`.
+
+        Args:
+            key: identifies the tensor's host memory.
+            tensor: on either device.
+            device: the GPU, or the CPU.
+            is_frozen: the values never change.
+        """
+        if has_parts(tensor) and not isinstance(tensor, DTensor):
+            return self._move_parts(key, tensor, device)
+        if device.type != "cpu" or tensor.device.type == "cpu" or isinstance(tensor, DTensor):
+            return tensor.to(device, non_blocking=True)
+        host = self._kept.get(key)
+        if host is not None and is_frozen:
+            return host
+        if host is None:
+            host = self._kept[key] = torch.empty_like(tensor, device=device, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _move_parts(self, key: Hashable, tensor: Any, device: torch.device) -> torch.Tensor:
+        names, attributes = tensor.__tensor_flatten__()
+        parts = {name: self.move((key, name), getattr(tensor, name), device) for name in names}
+        moved: torch.Tensor = type(tensor).__tensor_unflatten__(parts, attributes, tensor.shape, tensor.stride())
+        return moved
+
+    def move_module(self, module: nn.Module, device: torch.device) -> None:
+        """Move the parameters and buffers of a module, in place."""
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            module.to(device, non_blocking=True)
+            return
+        for name, parameter in module.named_parameters():
+            parameter.data = self.move(name, parameter.data, device, is_frozen=not parameter.requires_grad)
+        for name, buffer in module.named_buffers():
+            buffer.data = self.move(name, buffer.data, device)
+
+
+_PREFIX: Final = "quantized-"
+
+
+def is_quantized(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer may keep quantized state."""
+    return type(optimizer).__module__.partition(".")[0] == "torchao"
+
+
+def plain_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors of this rank's shard of a tensor, by name; `{"": shard}` if it is not quantized."""
+    shard: Any = local(value)
+    if not has_parts(shard):
+        return {"": shard}
+    return {name: getattr(shard, name) for name in shard.__tensor_flatten__()[0]}
+
+
+def shard_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, shard: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """This rank's tensors of the optimizer's state, by their names in a checkpoint.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: name to parameter.
+        shard: which shard of the weights this rank has, from 0, and how many there are.
+    """
+    prefix = f"{_PREFIX}{shard[0]}-of-{shard[1]}"
+    return {
+        f"{prefix}.{name}.{key}.{part}": tensor
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+        for part, tensor in plain_tensors(value).items()
+    }
+
+
+def has_state(stored: Iterable[str]) -> bool:
+    """Whether entries of a checkpoint are quantized state; before the first step, there is none."""
+    return any(key.startswith(_PREFIX) for key in stored)
+
+
+def create_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Let the optimizer create the state of parameters, which keep their values, by steps with gradients of 0."""
+    for parameter in parameters:
+        values = parameter.detach().clone()
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        parameter.grad = None
+        with torch.no_grad():
+            parameter.copy_(values)
+
+
+def check_stored(expected: Mapping[str, torch.Tensor], stored: Mapping[str, Any], folder: Path, *, shards: int) -> None:
+    """Check that a checkpoint has the tensors that this rank loads.
+
+    Args:
+        expected: by name.
+        stored: metadata by name.
+        folder: the checkpoint, for errors.
+        shards: into how many shards this run divides the weights.
+
+    Raises:
+        CheckpointError: it is of another number of shards, or of another model.
+    """
+    before = {int(key.partition(".")[0].rpartition("-")[2]) for key in stored if key.startswith(_PREFIX)}
+    for other in before - {shards}:
+        raise CheckpointError(
+            f"{folder} has quantized optimizer state of {other} shard(s) of the weights, and this run has {shards}. Quantized "
+            "state cannot be divided differently: use as many shards as before, or start a new run from the weights.",
+            key="policy.optimizer.name",
+        )
+    for key, tensor in expected.items():
+        size = tuple(stored[key].size) if key in stored else None
+        if size != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{folder} is of another model: its entry {key} has shape {size}, not {tuple(tensor.shape)}. Resume with the "
+                "`policy.model_name` that it was written with.",
+                key="policy.model_name",
+            )

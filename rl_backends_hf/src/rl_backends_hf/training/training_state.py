@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
-from rl_backends_hf.training.host_memory import HostMemory
-from rl_backends_hf.training.master_weights import MasterWeights
-from rl_backends_hf.training.quantized_state import (
+from rl_backends_hf.training.optimizer import (
+    HostMemory,
+    MasterWeights,
     check_stored,
     create_state,
     has_state,

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_hf.compiled_layers import compile_layers, explaining_compilation
-from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.config import HFPolicyConfig, policy_advice
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.matrix_sizes import matrix_sizes
-from rl_backends_hf.memory_advice import policy_advice
 from rl_backends_hf.model import (
     DTYPES,
     checkpoint_activations,
@@ -25,21 +23,16 @@ from rl_backends_hf.model import (
     load_model,
     load_model_with_exact_weights,
 )
-from rl_backends_hf.parallel import Parallel, load_sharded, make_parallel
+from rl_backends_hf.parallel import Parallel, compile_layers, explaining_compilation, load_sharded, make_parallel
 from rl_backends_hf.scoring.probe import probe_scoring
-from rl_backends_hf.scoring.scalar_head import ValueScoring
-from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
+from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel, ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import local
 from rl_backends_hf.static_checks import check_combinations
-from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.lora import LoraAdapters
-from rl_backends_hf.training.master_weights import MasterWeights
-from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.optimizer import HostMemory, MasterWeights, build_optimizer
 from rl_backends_hf.training.prefix_support import SUPPORTED, use_varlen_if_plain, why_not_shared
-from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
-from rl_backends_hf.training.scoring_inputs import Microbatcher
-from rl_backends_hf.training.step import optimizer_step
+from rl_backends_hf.training.step import FrozenBase, Microbatcher, Reference, ReferencePolicy, optimizer_step
 from rl_backends_hf.training.training_state import TrainingState
 from rl_backends_hf.transformers_internals import attention_of
 from rl_backends_hf.varlen_attention import VARLEN
@@ -59,7 +52,7 @@ from rl_core.backend import (
     return_freed_memory,
 )
 from rl_core.errors import ConfigError, NotSupportedError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import explaining_memory
 
 _CPU = torch.device("cpu")

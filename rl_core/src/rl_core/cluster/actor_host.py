@@ -19,7 +19,7 @@ import ray
 from ray import cloudpickle
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
-from rl_core.cluster import orphan_reaper, stacks
+from rl_core.cluster import daemons, orphan_reaper
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
 from rl_core.event_loop import finished
@@ -78,7 +78,7 @@ class ActorHost:
     def __init__(self, label: str) -> None:
         self._label = label
         self._worker: Any = None
-        self._stack_file = stacks.install()
+        self._stack_file = daemons.install()
         self._guard = orphan_reaper.start_reaper(MARKER, os.environ[MARKER])
 
     def __repr__(self) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
-from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
+from rl_core.cluster.worker_group import Arguments, Leading, PendingCall, WorkerGroup
 from rl_core.data.process_seed import separate_generators
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
 from rl_core.event_loop import finished

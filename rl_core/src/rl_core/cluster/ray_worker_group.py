@@ -13,13 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.cluster import daemons
 from rl_core.cluster.actor_host import read_progress
-from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import Bundle, RayVirtualCluster
-from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
+from rl_core.cluster.worker_group import Arguments, Deadlines, Leading, PendingCall, WorkerGroup
 from rl_core.compute_variables import compute_variables
 from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext

@@ -16,7 +16,7 @@ from ray import cloudpickle
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_core.cluster import daemons, orphan_reaper, ray_internals, stacks
+from rl_core.cluster import daemons, orphan_reaper, ray_internals
 from rl_core.cluster.actor_host import MARKER, NAMESPACE, ActorHost, Failure, Identity
 from rl_core.cluster.ray_runtime import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
@@ -181,7 +181,7 @@ class RemoteActor:
             nodes = "; ".join(map(str, live_nodes()))
             return f"nothing yet: Ray has not started its process. It needs {self._needs}. Ray has {nodes}. {_NOT_STARTED}"
         if identity.host == gethostname():
-            return stacks.read_stack(identity.pid, identity.stack_file, timeout_s=timeout_s)
+            return daemons.read_stack(identity.pid, identity.stack_file, timeout_s=timeout_s)
         return _stack_elsewhere(identity, timeout_s)
 
     def log_tail(self, lines: int = 15) -> str:
@@ -273,7 +273,7 @@ def _worker_error(headline: str, failure: Failure) -> WorkerError:
 
 def _stack_elsewhere(identity: Identity, timeout_s: float) -> str:
     """Run a Ray task on the worker's node that reads the stack there."""
-    task = ray.remote(stacks.read_stack).options(
+    task = ray.remote(daemons.read_stack).options(
         num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(identity.node_id, soft=False)
     )
     try:

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from rl_core.config.diagnostics import show
-from rl_core.config.source_tree import KeyPath
+from rl_core.config.diagnostics import KeyPath, show
 
 Model = type[BaseModel]
 

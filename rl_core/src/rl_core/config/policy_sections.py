@@ -8,10 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rl_core.config.cluster_section import ClusterConfig, ResourcesConfig
-from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.section import ComponentSection, Devices, Section, check_template_kwargs
-from rl_core.config.source_tree import KeyPath
+from rl_core.config.diagnostics import KeyPath
+from rl_core.config.section import (
+    NAME_OR_PATH,
+    ClusterConfig,
+    ComponentSection,
+    Devices,
+    ResourcesConfig,
+    Section,
+    check_template_kwargs,
+)
 from rl_core.plugins.component import is_path
 
 

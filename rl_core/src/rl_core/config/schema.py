@@ -3,6 +3,8 @@
 A policy backend's config model subclasses `PolicyConfig` and adds `<backend>_cfg`, a generation backend's subclasses
 `GenerationConfig`, an environment's `EnvironmentConfig`, and a dataset's `DatasetConfig`. All other sections belong to
 the runtime.
+
+The section of environments with tools. Lightweight imports only.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from rl_core.config.cluster_section import ClusterConfig as ClusterConfig
-from rl_core.config.cluster_section import DeadlineConfig as DeadlineConfig
 from rl_core.config.policy_sections import DynamicBatchingConfig as DynamicBatchingConfig
 from rl_core.config.policy_sections import GenerationConfig as GenerationConfig
 from rl_core.config.policy_sections import OptimizerConfig as OptimizerConfig
@@ -20,7 +20,9 @@ from rl_core.config.policy_sections import PolicyConfig as PolicyConfig
 from rl_core.config.policy_sections import SchedulerConfig as SchedulerConfig
 from rl_core.config.policy_sections import SequencePackingConfig as SequencePackingConfig
 from rl_core.config.policy_sections import TokenizerConfig as TokenizerConfig
+from rl_core.config.section import ClusterConfig as ClusterConfig
 from rl_core.config.section import ComponentSection
+from rl_core.config.section import DeadlineConfig as DeadlineConfig
 from rl_core.config.section import Section as Section
 
 
@@ -122,3 +124,32 @@ class RunSections(Protocol):
     cluster: ClusterConfig
     model_fields_set: set[str]
     """Names of the sections that the config sets."""
+
+
+class ToolEnvironmentConfig(EnvironmentConfig):
+    """Base section of environments whose model calls tools."""
+
+    max_tool_turns: int = Field(default=4, ge=1)
+    """Maximum number of turns with tool calls in a rollout. One more turn is for the final answer; if it calls tools again, the
+    rollout ends without an answer."""
+    call_timeout_s: float = Field(default=30.0, gt=0.0)
+    """Timeout of one tool call, in seconds. When it expires, the result is an error message."""
+    max_concurrent_calls: int = Field(default=16, ge=1)
+    """Maximum number of tool calls that run at the same time in a worker process."""
+    max_result_chars: int = Field(default=4000, ge=1)
+    """Maximum length of a tool result in characters. Longer results are truncated, with a note of their original length."""
+    invalid_call_penalty: float = Field(default=0.0, ge=0.0)
+    """Value subtracted from the reward for every invalid call: one that cannot be parsed, names an unknown tool, has wrong
+    arguments, raises an exception or times out."""
+
+    @property
+    def turns_needed(self) -> int:
+        return self.max_tool_turns + 1
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return ("invalid_calls",) if self.invalid_call_penalty else ()
+
+    @property
+    def min_turns(self) -> int:
+        return 2

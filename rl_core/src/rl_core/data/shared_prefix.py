@@ -7,6 +7,8 @@ Known as prefix sharing, https://arxiv.org/abs/2506.05433.
 
 Attention kernels keep packed rows apart by position ids that restart at 0 with each row, and by `cu_seqlens`, the offsets at
 which rows begin. Attention across these boundaries contaminates one row with another.
+
+Pads shorter rows.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from rl_core.errors import DataError
 
@@ -106,3 +109,16 @@ def pack_rows(data: Mapping[str, Any], *, pad_multiple: int = 1) -> PackedBatch:
         row_index=torch.where(is_token, row, -1),
         lengths=lengths,
     )
+
+
+def right_padded(part: torch.Tensor, width: int, *, pad_value: float = 0.0) -> torch.Tensor:
+    """A tensor [B, T, ...], padded on the right along axis 1 to [B, `width`, ...]."""
+    return pad(part, (*(0, 0) * (part.ndim - 2), 0, width - part.shape[1]), value=pad_value)
+
+
+def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torch.Tensor:
+    """Concatenate tensors [B, T, ...], padded on the right along axis 1, or [B]: [sum of B, largest T, ...]."""
+    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([right_padded(part, width, pad_value=pad_value) for part in parts])

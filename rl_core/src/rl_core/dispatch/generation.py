@@ -13,9 +13,10 @@ from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader
-from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
 from rl_core.dispatch.replica_rows import (
     Answer,
+    ReplicaRefits,
+    RestartedReplicas,
     check_rows,
     equal_answer,
     in_row_order,
@@ -23,8 +24,7 @@ from rl_core.dispatch.replica_rows import (
     prompt_columns,
     sample_rows,
 )
-from rl_core.dispatch.streaming import RowStream
-from rl_core.dispatch.text import TextGeneration
+from rl_core.dispatch.streaming import RowStream, TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec

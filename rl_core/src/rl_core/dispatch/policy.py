@@ -13,21 +13,22 @@ import torch
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.padding import right_padded
-from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups
+from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups, right_padded
 from rl_core.dispatch.replica_rows import TrainingRows, check_rows, pad_rows_to_multiple, select_columns
-from rl_core.dispatch.text import TextGeneration
+from rl_core.dispatch.streaming import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import (
     ColocatablePolicyInterface,
     LogprobOutputSpec,
+    LossFunction,
     ReferenceLogprobOutputSpec,
     TopkLogprobOutputSpec,
+    ValueInterface,
+    ValueOutputSpec,
+    WeightSample,
 )
-from rl_core.interfaces.trainable import ValueInterface, ValueOutputSpec, WeightSample
 from rl_core.interfaces.worker import PolicyFacts, StepResult
 from rl_core.weights.cuda_ipc import merge_handles
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.cluster.worker_group import Deadlines, WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig, PolicyConfig
 from rl_core.errors import ConfigError
 from rl_core.interfaces.private_names import PrivateNames

@@ -12,15 +12,15 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationOutputSpec
-from rl_core.interfaces.messages import Message as Message
-from rl_core.interfaces.messages import Observation, ToolSpec
 from rl_core.interfaces.private_names import PrivateNames
+from rl_core.interfaces.records import Message as Message
+from rl_core.interfaces.records import Observation, ToolSpec
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
 
 Conversation = list[Any]
-"""Messages, see `rl_core.interfaces.messages.Message`. Untyped, so that an environment may annotate `list[dict[str, str]]`."""
+"""Messages, see `rl_core.interfaces.records.Message`. Untyped, so that an environment may annotate `list[dict[str, str]]`."""
 
 SESSION_KEY = "session_id"
 """Metadata key of the name of a rollout's session."""

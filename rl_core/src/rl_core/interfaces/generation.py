@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import torch
 
 from rl_core.errors import NotSupportedError
-from rl_core.interfaces.messages import Message
+from rl_core.interfaces.records import Message
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 import torch
 
 from rl_core.errors import RLCoreError
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.trainable import WeightSample
+from rl_core.interfaces.policy import LossFunction, WeightSample
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
@@ -81,7 +80,7 @@ class PolicyFacts(TypedDict):
     gradient_scale: NotRequired[float | Literal["dynamic"]]
     """Factor that `train` multiplies the loss with and divides out before the step; 1 by default. "dynamic" if it changes."""
     matrix_sizes: NotRequired[Mapping[str, float]]
-    """Numbers of weights that a token is multiplied with, by kind: see `rl_train.metrics.model_flops`."""
+    """Numbers of weights that a token is multiplied with, by kind: see `rl_train.metrics.measured`."""
 
 
 class GenerationFacts(TypedDict):

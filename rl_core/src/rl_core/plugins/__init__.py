@@ -1,7 +1,6 @@
 """Discovery and description of installed plugins; imports nothing heavier than pluggy."""
 
-from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Component, Kind, KnownComponent
+from rl_core.plugins.component import Capability, Component, Kind, KnownComponent
 from rl_core.plugins.hookspecs import hookimpl
 
 __all__ = ["Capability", "Component", "Kind", "KnownComponent", "hookimpl"]

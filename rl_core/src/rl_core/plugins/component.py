@@ -1,17 +1,28 @@
-"""A component: one named thing that a plugin registers, described by strings only."""
+"""A component: one named thing that a plugin registers, described by strings only.
+
+Checks in metadata whether the requirements of a distribution are installed; imports and installs nothing.
+
+Capabilities: optional features that backends declare and that a config, a transport or an algorithm can require.
+
+Records of plugins and their components.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
+from email import message_from_string
 from enum import StrEnum
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from rl_core.errors import ComponentImportError, InvalidComponentError, WrongKindError
-from rl_core.plugins.capabilities import Capability
 
 _SHORT_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -159,12 +170,12 @@ class Component:
     def _problems(self) -> Iterator[str]:
         """Fields without the documented form; a check of a field may rely on the fields before it."""
         texts: dict[str, Any] = {"name": self.name, "target": self.target, "summary": self.summary}
-        for field, value in texts.items():
+        for name, value in texts.items():
             if not isinstance(value, str):
-                yield f"{field} of a Component must be a string, not {value!r}."
-        for field, reference in (("target", self.target), ("config", self.config)):
+                yield f"{name} of a Component must be a string, not {value!r}."
+        for name, reference in (("target", self.target), ("config", self.config)):
             if reference is not None and not (isinstance(reference, str) and _REFERENCE.fullmatch(reference)):
-                yield f"{field} of component {self.name!r} must be 'module:Attribute', not {reference!r}."
+                yield f"{name} of component {self.name!r} must be 'module:Attribute', not {reference!r}."
         if self.name not in (self.target, self.target.replace(":", ".")) and not _SHORT_NAME.fullmatch(self.name):
             allowed = "lower case letters, digits, '-' and '_', and begin with a letter"
             yield f"A component cannot be named {self.name!r}: use {allowed}."
@@ -216,3 +227,227 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 def no_attribute(holder: str, attribute: str, names: Iterable[str]) -> str:
     """That a module or class has none of this name, with a suggestion among the public `names`."""
     return f"{holder} has no {attribute!r}.{did_you_mean(attribute, [name for name in names if not name.startswith('_')])}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequirementCheck:
+    """One requirement of a distribution and what is installed.
+
+    Attributes:
+        requirement: As the metadata states it, without its marker: 'ray[default]>=2.50'.
+        installed: The installed version; None if not installed.
+        fits: Whether the installed version satisfies the requirement.
+        install: Command that fixes it, if `pip install` of the requirement itself does not.
+    """
+
+    requirement: str
+    installed: str | None
+    fits: bool
+    install: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """The problem in one clause; None if the requirement is met."""
+        if self.fits:
+            return None
+        if self.installed is None:
+            return f"{self.requirement} is not installed" + (f" ({self.install})" if self.install else "")
+        return f"{self.requirement} is required, {self.installed} is installed"
+
+
+def version_of(distribution: importlib.metadata.Distribution) -> str:
+    """Its version, read from the headers: `distribution.version` parses the description too, which takes milliseconds."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    return message_from_string(text.partition("\n\n")[0])["Version"] or "unknown"
+
+
+def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[RequirementCheck, ...]:
+    """Every requirement that applies to this interpreter and platform, in the order of the metadata.
+
+    Requirements of the distribution's own extras are ignored, because it is unknown which were installed. Those of a
+    requirement's extras are included: `ray[default]` needs what `ray` names for `default`.
+
+    Raises:
+        packaging.requirements.InvalidRequirement: A line of the metadata is not a valid requirement.
+    """
+    own = [
+        requirement
+        for requirement in map(Requirement, distribution.requires or ())
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
+    seen: set[tuple[str, str]] = set()
+    return tuple(check for requirement in own for check in _check(requirement, seen))
+
+
+def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> RequirementCheck:
+    """Combine alternative requirements into one: the first that fits, or how each fails."""
+    checks = [check for text in requirements for check in _check(Requirement(text), set())]
+    chosen = next((check for check in checks if check.fits), None)
+    if chosen is not None:
+        return chosen
+    installed = ", ".join(f"{check.requirement}: {check.installed}" for check in checks if check.installed) or None
+    return RequirementCheck(requirement=" or ".join(requirements), installed=installed, fits=False, install=install)
+
+
+def unmet_needs(needs: Sequence[str]) -> str | None:
+    """What is wrong with the requirements of one component, as one clause; None if all are installed."""
+    checks = [check for text in needs for check in _check(Requirement(text), set())]
+    return "; ".join(check.problem for check in checks if check.problem is not None) or None
+
+
+def _check(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[RequirementCheck]:
+    wanted = _without_marker(requirement)
+    try:
+        installed = importlib.metadata.distribution(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        yield RequirementCheck(requirement=wanted, installed=None, fits=False)
+        return
+    version = version_of(installed)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    yield RequirementCheck(requirement=wanted, installed=version, fits=fits)
+    for extra in sorted(requirement.extras):
+        key = (canonicalize_name(requirement.name), canonicalize_name(extra))
+        if key not in seen:
+            seen.add(key)
+            for needed in _requirements_of_extra(installed, extra):
+                yield from _check(needed, seen)
+
+
+def _requirements_of_extra(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:
+    for requirement in map(Requirement, distribution.requires or ()):
+        marker = requirement.marker
+        if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def _without_marker(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    source = f" @ {requirement.url}" if requirement.url else str(requirement.specifier)
+    return f"{requirement.name}{extras}{source}"
+
+
+class Capability(StrEnum):
+    """The capabilities that this project reads, in one place each. Those of a plugin's own have the form `acme:name`."""
+
+    IN_PROCESS = "in_process"
+    """Policies and engines: run in the driver's process (`cluster.backend: in_process`)."""
+    MULTIPLE_RANKS = "multiple_ranks"
+    """Policies: several ranks train one model, exchanging gradients. Without it, a run with two ranks is refused."""
+    DYNAMIC_BATCHING = "dynamic_batching"
+    """Policies: microbatches with a token budget (`dynamic_batching`)."""
+    SEQUENCE_PACKING = "sequence_packing"
+    """Policies: rows of a microbatch in one sequence (`sequence_packing`)."""
+    SCALAR_HEAD = "scalar_head"
+    """Policies: value and reward models (`head: scalar`), by `get_values`."""
+    TOPK_LOGPROBS = "topk_logprobs"
+    """Policies: the most likely tokens at each position, by `get_topk_logprobs`, and losses with a `candidates_key`."""
+    BY_REFERENCE = "by_reference"
+    """Policies and engines in one process: the engine computes with the policy's own tensors, by `load_by_reference`."""
+    SHARED_MEMORY = "shared_memory"
+    """Policies and engines on one node: weights are passed by handles of memory, by `update_weights`."""
+    DISK = "disk"
+    """Policies and engines: weights are passed as safetensors files, by `update_weights`."""
+    COLLECTIVE = "collective"
+    """Policies and engines: weights are broadcast in a process group, by `update_weights_from_collective`."""
+    TOP_P = "top_p"
+    """Engines: sample from the smallest set of tokens with this probability (`top_p`)."""
+    TOP_K = "top_k"
+    """Engines: sample from this number of most likely tokens (`top_k`)."""
+    ASYNC_ROWS = "async_rows"
+    """Engines: single rows join and leave while others are sampled, by `poll` or `generate_async`."""
+    REFIT_IN_FLIGHT = "refit_in_flight"
+    """Engines: rows in progress continue over a refit, with keys and values computed again."""
+    HELD_WEIGHT_DIGESTS = "held_weight_digests"
+    """Engines: the fingerprint covers the tensors that the engine computes with; otherwise every refit runs the canary."""
+    TOP_LOGPROBS = "top_logprobs"
+    """Engines: report alternatives at each position (`top_logprobs` of the column `sampling`)."""
+    STRUCTURED_OUTPUTS = "structured_outputs"
+    """Engines: completions that fit a JSON schema (`json_schema` of the column `sampling`)."""
+
+
+class Status(StrEnum):
+    """Status of a plugin."""
+
+    READY = "ready"
+    """Its requirements are installed, and its module and hooks work."""
+    MISSING = "missing"
+    """A requirement of its distribution is not installed, or not in an allowed version."""
+    FAILED = "failed"
+    """Its module, its hooks or its metadata are broken."""
+    DISABLED = "disabled"
+    """It is disabled by `RLCORE_DISABLE_PLUGINS`."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Plugin:
+    """One plugin and its components; `rl_core.plugins.manager` fills in what loading it shows.
+
+    Attributes:
+        name: The name of its entry point.
+        module: The module of the entry point.
+        distribution: The name of its distribution.
+        version: The version of the distribution.
+        location: The folder of the distribution's metadata.
+        is_disabled: Whether `RLCORE_DISABLE_PLUGINS` names it, so that it was not loaded.
+        requirements: Each requirement of the distribution and whether it is met.
+        faults: What is broken in its module, its hooks or its metadata, one clause each.
+        components: Its components, each with its kind.
+        known: Components of other distributions that it lists, for errors about those that are not installed.
+        hooks: The names of the implemented hooks.
+        import_ms: Wall-clock milliseconds of importing its module; None if it was not imported.
+        heavy_modules: Imported libraries that registration must not import.
+        printed: What its module or its component hooks wrote to the standard output, which is not shown.
+        error: The first exception raised by the import or a hook.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    module: str = ""
+    location: str = ""
+    is_disabled: bool = False
+    requirements: tuple[RequirementCheck, ...] = ()
+    faults: list[str] = field(default_factory=list)
+    components: list[tuple[Kind, Component]] = field(default_factory=list)
+    known: list[KnownComponent] = field(default_factory=list)
+    hooks: tuple[str, ...] = ()
+    import_ms: float | None = None
+    heavy_modules: tuple[str, ...] = ()
+    printed: str = ""
+    error: BaseException | None = None
+
+    @property
+    def status(self) -> Status:
+        """Its status. A missing requirement is the cause of a failed import, so it determines the status."""
+        if self.is_disabled:
+            return Status.DISABLED
+        if any(not check.fits for check in self.requirements):
+            return Status.MISSING
+        return Status.FAILED if self.faults else Status.READY
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not ready, in one line; None if it is."""
+        if self.is_disabled:
+            return "disabled by RLCORE_DISABLE_PLUGINS"
+        missing = [check.problem for check in self.requirements if check.problem is not None]
+        return "; ".join([*missing, *self.faults]) or None
+
+    @property
+    def label(self) -> str:
+        """The distribution and its version: 'acme-rl 2.1'."""
+        return f"{self.distribution} {self.version}"
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """Its components, each with its kind and this plugin."""
+        return [Registration(kind=kind, component=component, plugin=self) for kind, component in self.components]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """A component as registered by one plugin."""
+
+    kind: Kind
+    component: Component
+    plugin: Plugin

@@ -97,12 +97,12 @@ def rlcore_algorithms() -> Iterable[Component]:
 
 @hookspec
 def rlcore_losses() -> Iterable[Component]:
-    """Loss functions: subclasses of `rl_core.interfaces.loss.LossFunction`."""
+    """Loss functions: subclasses of `rl_core.interfaces.policy.LossFunction`."""
 
 
 @hookspec
 def rlcore_datasets() -> Iterable[Component]:
-    """Datasets of prompts, conversations or preferences: implementations of `rl_core.interfaces.dataset`."""
+    """Datasets of prompts, conversations or preferences: implementations of `rl_core.interfaces.records`."""
 
 
 @hookspec
@@ -112,7 +112,7 @@ def rlcore_loggers() -> Iterable[Component]:
 
 @hookspec
 def rlcore_weight_transports() -> Iterable[Component]:
-    """Weight transports from a policy to a generation backend: subclasses of `rl_core.interfaces.weights.WeightTransport`."""
+    """Weight transports from a policy to an engine: subclasses of `rl_core.interfaces.policy.WeightTransport`."""
 
 
 @hookspec

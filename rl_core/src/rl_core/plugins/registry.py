@@ -16,10 +16,9 @@ from rl_core.errors import (
     UnknownComponentError,
     WrongKindError,
 )
-from rl_core.plugins.component import Component, Kind, KnownComponent, did_you_mean, is_path
+from rl_core.plugins.component import Component, Kind, KnownComponent, Plugin, Registration, Status, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
-from rl_core.plugins.record import Plugin, Registration, Status
 
 
 class Registry:

@@ -30,7 +30,7 @@ __getattr__ = import_on_first_use(
         ".generation": "GenerationConformance",
         ".loss": "LossConformance",
         ".packaging": "PackagingConformance",
-        ".policies.conformance": "PolicyConformance",
+        ".policies": "PolicyConformance",
         ".promises": "xfail",
         ".sandbox": "SandboxConformance",
         ".weight_transport": "WeightTransportConformance",

@@ -13,12 +13,11 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Kind
-from rl_core.testing.comparisons import check_logprobs, check_unchanged
+from rl_core.testing import reference
+from rl_core.testing.comparisons import check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import check_version, generated
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
-from rl_core.testing.reference import model as reference
-from rl_core.testing.reference.sender import ReferenceSender
-from rl_core.testing.sections import section_of
+from rl_core.testing.reference import ReferenceSender
 
 TEMPERATURE, LIMIT = 0.7, 12
 _ROWS = 24

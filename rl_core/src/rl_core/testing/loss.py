@@ -13,11 +13,10 @@ from rl_core.config.section import Section
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import SCHEMA
 from rl_core.dispatch.replica_rows import global_counts
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_core.plugins.component import Kind
-from rl_core.testing.comparisons import check_unchanged
+from rl_core.testing.comparisons import check_unchanged, section_of
 from rl_core.testing.promises import Condition, Conformance, Found, creation, promise
-from rl_core.testing.sections import section_of
 
 _UNITS, _WIDTH, _VOCABULARY, _CANDIDATES = 6, 12, 50, 4
 _READS = "test_it_reads_only_what_it_declares"

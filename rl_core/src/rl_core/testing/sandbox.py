@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
-from rl_core.config.python_sections import section_of_values
+from rl_core.config.validator import section_of_values
 from rl_core.errors import RLCoreError
 from rl_core.plugins.component import Component, Kind
 from rl_core.testing.promises import Conformance, Found, creation, must_raise, promise

@@ -13,11 +13,11 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import DeadlineExceededError
-from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.interfaces.policy import TransportContext, WeightTransport
 from rl_core.plugins.component import Kind, capability_problem, is_path
 from rl_core.rendezvous.interfaces import free_port
 from rl_core.testing.promises import Condition, Conformance, Found, must_raise, promise
-from rl_core.testing.reference.sender import ReferenceSender
+from rl_core.testing.reference import ReferenceSender
 from rl_core.weights.fingerprint import describe_differences, tensor_digests
 from rl_core.weights.manifest import dtype_of
 from rl_core.weights.receiver import WeightSink

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rl_core.config.python_sections import read_section
-from rl_core.config.tool_section import ToolEnvironmentConfig
+from rl_core.config.schema import ToolEnvironmentConfig
+from rl_core.config.validator import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.environments.step_results import StepResult, environment_return, step_results
+from rl_core.environments.scorer import StepResult, environment_return, step_results
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import SESSION_KEY, Conversation, EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.messages import Message, PartsMessage, ToolCall, ToolSpec
+from rl_core.interfaces.records import Message, PartsMessage, ToolCall, ToolSpec
 from rl_core.tools.runner import CallProblem, CallResult, CallRunner
 from rl_core.tools.specs import Tool
 

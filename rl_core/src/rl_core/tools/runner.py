@@ -18,7 +18,7 @@ from pydantic_core import to_json
 
 from rl_core.errors import RLCoreError
 from rl_core.event_loop import in_thread
-from rl_core.interfaces.messages import Message, ToolCall
+from rl_core.interfaces.records import Message, ToolCall
 from rl_core.tools.specs import Tool, ToolArgumentError
 
 _SESSION: ContextVar[str | None] = ContextVar("tool_session", default=None)

@@ -14,7 +14,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from typing_extensions import TypedDict
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces.messages import ToolSpec
+from rl_core.interfaces.records import ToolSpec
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?|Attributes):\s*$")

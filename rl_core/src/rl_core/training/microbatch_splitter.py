@@ -12,7 +12,7 @@ import torch
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, NonFiniteError
-from rl_core.interfaces.loss import Reduction
+from rl_core.interfaces.policy import Reduction
 
 
 @dataclass(frozen=True, kw_only=True)

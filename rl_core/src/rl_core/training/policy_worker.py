@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 
 from rl_core.config.policy_sections import PolicyConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.batched_data_dict import BatchedDataDict, to_device
 from rl_core.data.tokenizer import save_tokenizer
-from rl_core.data.transfer import to_device
 from rl_core.errors import CheckpointError, NotSupportedError
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.trainable import WeightSample
+from rl_core.interfaces.policy import LossFunction, WeightSample
 from rl_core.interfaces.worker import GlobalCounts, PolicyFacts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.microbatch_splitter import MicrobatchSplitter, return_freed_memory

@@ -1,6 +1,8 @@
 r"""Compares two answers: numbers exactly, lists element by element, formulas by their values at several points.
 
 The rule is documented for users in `docs/math.md`.
+
+The result of a comparison of two answers.
 """
 
 from __future__ import annotations
@@ -8,20 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from copy import copy
+from enum import IntEnum
 from typing import Any
 
 import sympy
 
-from rl_envs.math import asked_names, formulas
-from rl_envs.math.asked_form import ANY_FORM, AskedForm
-from rl_envs.math.asked_notation import is_same_numeral, lacks_form, without_modulus
-from rl_envs.math.comparison_result import Comparison as Comparison
-from rl_envs.math.comparison_result import equal_if
-from rl_envs.math.forms import has_form_of
-from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of, with_parameter_of
-from rl_envs.math.inequalities import ORDER, as_intervals, without_variable
+from rl_envs.math import asked, formulas
+from rl_envs.math.asked import ANY_FORM, AskedForm, is_same_numeral, lacks_form, without_modulus
+from rl_envs.math.formulas import (
+    MULTIPLE,
+    are_proportional,
+    formula_of,
+    has_form_of,
+    has_same_value,
+    is_verified,
+    undone_arithmetic,
+    value_of,
+    with_parameter_of,
+)
 from rl_envs.math.lists import (
     EQUALS,
+    ORDER,
+    as_intervals,
     as_vector,
     both_signs,
     elements,
@@ -36,20 +46,25 @@ from rl_envs.math.lists import (
     without_name,
     without_point_names,
     without_set_name,
+    without_variable,
 )
 from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
-from rl_envs.math.number_literals import (
+from rl_envs.math.numbers import (
+    PERCENT,
     REDUCTION,
     Number,
+    Quantity,
+    are_different,
+    in_larger_unit,
+    is_among,
     is_rounded,
     is_rounding_of,
     prime_powers,
+    quantity,
     read_clock,
     read_number,
     read_numeral,
 )
-from rl_envs.math.unevaluated import MULTIPLE, undone_arithmetic
-from rl_envs.math.units import PERCENT, Quantity, are_different, in_larger_unit, is_among, quantity
 from rl_envs.math.words import (
     has_same_letters,
     has_same_words,
@@ -112,8 +127,8 @@ class _Comparer:
 
     def __init__(self, *, allow_unevaluated: bool, form: AskedForm = ANY_FORM) -> None:
         self._units, self._form = form.units, form
-        self._are_roots = asked_names.asks_roots(form)
-        self._is_exact = asked_names.asks_exact(form)
+        self._are_roots = asked.asks_roots(form)
+        self._is_exact = asked.asks_exact(form)
         self._allow_unevaluated = allow_unevaluated
         kinds = {REDUCTION: not form.lowest_terms, "function": form.is_polar}  # a polar form is `\\cos\\frac{\\pi}{4} + ...`
         self._allowed = frozenset(kind for kind, is_allowed in kinds.items() if is_allowed)
@@ -200,7 +215,7 @@ class _Comparer:
         named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
         if named[0] != named[1]:
             values = in_order_of_names(gold[1] if named[0] else given[1], share_letter=gold[0] == "\\{\\}")
-            if values is None or (gold[0] == "" and not asked_names.knows_names(given[1], self._form)):
+            if values is None or (gold[0] == "" and not asked.knows_names(given[1], self._form)):
                 return Comparison.DIFFERENT
             compared = self._unordered if gold[0] == "\\{\\}" else self._ordered
             return compared(values, given[1]) if named[0] else compared(gold[1], values)
@@ -232,7 +247,7 @@ class _Comparer:
         are_named = is_named(gold) and is_named(given)
         if are_named and left_side(gold) != left_side(given):
             return Comparison.DIFFERENT
-        if len(gold) == 1 and read_number(gold[0]) is not None and asked_names.is_other_variable(given[0], self._form):
+        if len(gold) == 1 and read_number(gold[0]) is not None and asked.is_other_variable(given[0], self._form):
             return Comparison.DIFFERENT
         if is_named(gold) and len(given) > 1 and not is_named(given) and self._same_equation(gold, given) is Comparison.EQUAL:
             return Comparison.EQUAL
@@ -323,7 +338,7 @@ class _Comparer:
         asks_percent = self._units is None or PERCENT in self._units
         if as_unit is Comparison.EQUAL and (expected_is_percent or (asks_percent and abs(gold.value) > 1)):
             return Comparison.EQUAL
-        if expected_is_percent and asked_names.asks_percent_form(self._form):
+        if expected_is_percent and asked.asks_percent_form(self._form):
             return Comparison.DIFFERENT  # `\frac{1}{2}` may be the question
         if given.undone - gold.undone and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
@@ -337,7 +352,7 @@ class _Comparer:
         if gold is not None and given is not None:
             is_equal = gold.value == given.value
             is_equal |= not self._is_exact and (is_rounded(given.value, gold) or is_rounded(gold.value, given))
-            if gold.places and REDUCTION in given.undone and asked_names.is_of_question(answer, self._form):
+            if gold.places and REDUCTION in given.undone and asked.is_of_question(answer, self._form):
                 return Comparison.UNEVALUATED  # `150/20` for 7.5 metres per second
             return self._undone_or(equal_if(is_equal), given.undone - gold.undone)
         return self._formula(expected, answer, gold, given)
@@ -375,7 +390,7 @@ class _Comparer:
             expected,
             answer,
             lowest_terms=REDUCTION not in self._allowed,
-            factored=asked_names.asks_factors(self._form),
+            factored=asked.asks_factors(self._form),
         )
 
     def _whole(self, expected: str, answer: str) -> Comparison:
@@ -397,3 +412,19 @@ class _Comparer:
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:
         return Comparison.UNEVALUATED if undone - self._allowed and not self._allow_unevaluated else found
+
+
+class Comparison(IntEnum):
+    """How an answer compares with the expected one. A list has the result of its worst element, the largest value."""
+
+    EQUAL = 0
+    UNEVALUATED = 1
+    """It has unevaluated arithmetic that the expected answer does not have: `3 + 2` for 5."""
+    UNREADABLE = 2
+    """It is neither a formula that can be parsed nor the expected text."""
+    DIFFERENT = 3
+
+
+def equal_if(condition: bool) -> Comparison:
+    """Equal or different."""
+    return Comparison.EQUAL if condition else Comparison.DIFFERENT

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_envs.grading_worker import serve
 from rl_envs.math.answers import grade_answer
-from rl_envs.math.asked_form import AskedForm
+from rl_envs.math.asked import AskedForm
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.spaces import Discrete
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces.messages import Message, Observation
+from rl_core.interfaces.records import Message, Observation
 from rl_envs.completions import read_tagged
 from rl_envs.text_games.config import GymnasiumConfig
 from rl_envs.text_games.session import Move, TextGame, TextGameEnvironment, read_seed

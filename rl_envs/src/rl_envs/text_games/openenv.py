@@ -9,7 +9,7 @@ from typing import Any
 
 from websockets.sync.client import connect
 
-from rl_core.interfaces.messages import Observation
+from rl_core.interfaces.records import Observation
 from rl_envs.text_games.config import OpenEnvConfig
 from rl_envs.text_games.session import Move, TextGame, TextGameEnvironment, read_seed
 

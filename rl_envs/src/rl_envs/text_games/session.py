@@ -1,20 +1,25 @@
-"""The base class of environments whose rollouts are games of another library, one game per session."""
+"""The base class of environments whose rollouts are games of another library, one game per session.
+
+Seeds of text games. Record i is a pure function of the settings and i.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from rl_core.config.python_sections import read_section
+from rl_core.config.validator import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments import StepResult, environment_return, final_text
 from rl_core.errors import DataError, format_value
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.messages import Observation
-from rl_envs.text_games.config import GameConfig
+from rl_core.interfaces.records import Observation, Record
+from rl_envs.generated_dataset import GeneratedDataset, is_reserved
+from rl_envs.text_games.config import GameConfig, TextGameDatasetConfig
 
 SESSION_KEY = "session_id"
 _log = logging.getLogger("rlcore.text_games")
@@ -140,3 +145,31 @@ def read_seed(info: Mapping[str, Any], game: str) -> int:
             "`text_game`, or name a column of your data in `env_keys`."
         )
     return seed
+
+
+_SEEDS = 2**31
+
+
+class TextGameDataset(GeneratedDataset):
+    """Opening messages, each with a `seed` in `extra_env_info`, from which all rollouts of the record begin.
+
+    Args:
+        config: `TextGameDatasetConfig`, or a dict of its keys.
+
+    Raises:
+        ConfigError: A setting is unknown or not allowed.
+    """
+
+    config_class = TextGameDatasetConfig
+    config: TextGameDatasetConfig
+
+    def generate(self, index: int) -> Record:
+        draw = random.Random(f"{self.config.seed}/{index}")
+        seed = draw.randrange(_SEEDS)
+        while is_reserved(str(seed)) != (self.config.split == "validation"):
+            seed = draw.randrange(_SEEDS)
+        return {
+            "messages": [{"role": "user", "content": self.config.question}],
+            "extra_env_info": {"seed": seed},
+            "task_name": self.config.task_name or "default",
+        }

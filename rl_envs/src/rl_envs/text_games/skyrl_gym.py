@@ -9,7 +9,7 @@ import skyrl_gym
 from skyrl_gym.envs.registration import registry
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.messages import Observation
+from rl_core.interfaces.records import Observation
 from rl_envs.text_games.config import SkyRLGymConfig
 from rl_envs.text_games.session import Move, TextGame, TextGameEnvironment
 

@@ -13,7 +13,7 @@ import textarena
 from textarena.core import ObservationType
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces.messages import Message, Observation
+from rl_core.interfaces.records import Message, Observation
 from rl_envs.text_games.config import TextArenaConfig
 from rl_envs.text_games.session import Move, TextGame, TextGameEnvironment, read_seed
 

@@ -7,19 +7,18 @@ from contextlib import ExitStack, closing
 from threading import Lock
 from typing import Any, ClassVar
 
-from rl_core.config.tool_section import ToolEnvironmentConfig
+from rl_core.config.schema import ToolEnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import Conversation, EnvironmentReturn
-from rl_core.interfaces.messages import ToolSpec
+from rl_core.interfaces.records import ToolSpec
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.import_path import resolve
 from rl_core.tools.environment import ToolEnvironment
 from rl_core.tools.specs import Tool
-from rl_envs.math.environment import MathEnvironment
-from rl_envs.math.grading import Outcome
+from rl_envs.config import ToolsEnvironmentConfig
+from rl_envs.math.environment import MathEnvironment, Outcome
 from rl_envs.tools.calculator import calculator
-from rl_envs.tools.config import ToolsEnvironmentConfig
 from rl_envs.tools.mcp_servers import add_tools, list_servers
 from rl_envs.tools.python import SandboxedPython
 

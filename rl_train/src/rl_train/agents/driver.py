@@ -9,13 +9,13 @@ from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.event_loop import finished, in_thread
-from rl_core.interfaces.messages import messages_of
+from rl_core.interfaces.records import messages_of
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
 from rl_train.rewards.functions import read_rewards
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutSampler
-from rl_train.rollouts.failures import StepFailedError
+from rl_train.rollouts.environment_pool import StepFailedError
 from rl_train.rollouts.sessions import Session
 from rl_train.rollouts.trajectory import Trajectory
 

@@ -19,7 +19,7 @@ from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessag
 
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.plugins.import_path import resolve
-from rl_train.agents.config import InspectConfig
+from rl_train.rewards.config import InspectConfig
 
 _DISPLAY: Any = os.environ.get("INSPECT_DISPLAY", "none")
 _ONE_AT_A_TIME = threading.Lock()

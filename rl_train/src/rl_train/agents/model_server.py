@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_core.errors import RLCoreError
-from rl_core.interfaces.messages import Message
+from rl_core.interfaces.records import Message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,14 @@ from typing import Any, cast
 
 import torch
 
-from rl_core.data.conversation_tokens import decode
+from rl_core.data.tokenizer import decode
 from rl_core.event_loop import in_thread
-from rl_core.interfaces.messages import MESSAGE_KEYS
+from rl_core.interfaces.records import MESSAGE_KEYS
 from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
-from rl_train.data.decoding import decode_answers
-from rl_train.data.guarded_text import guarded
+from rl_train.data.special_tokens import decode_answers, guarded
+from rl_train.rollouts.drivers import prompt_after
 from rl_train.rollouts.engines import RolloutSampler, SampledTurn
-from rl_train.rollouts.failures import StepFailedError
-from rl_train.rollouts.history import prompt_after
+from rl_train.rollouts.environment_pool import StepFailedError
 from rl_train.rollouts.trajectory import MessageLog, Trajectory, log_token_ids
 
 

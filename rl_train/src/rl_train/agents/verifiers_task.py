@@ -19,7 +19,7 @@ from verifiers.v1.runtimes import ProgramResult, Runtime, SubprocessConfig
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
 from rl_core.errors import ConfigError, RLCoreError
-from rl_train.agents.config import VerifiersConfig
+from rl_train.rewards.config import VerifiersConfig
 
 
 class VerifiersTaskError(RLCoreError):

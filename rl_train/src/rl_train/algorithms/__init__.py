@@ -22,12 +22,10 @@ __all__ = [
 __getattr__ = import_on_first_use(
     __name__,
     {
-        ".losses.reward": "BradleyTerryLossFn",
         ".losses.policy_gradient": "ClippedPGLossFn GRPOLossFn",
-        ".losses.preference": "DPOLossFn PreferenceLossFn",
+        ".losses.supervised": "BradleyTerryLossFn DPOLossFn NLLLossFn PreferenceLossFn",
         "rl_train.trainers.trainers": "DPOTrainer DistillationTrainer GRPOTrainer PPOTrainer RewardModelTrainer SFTTrainer",
         ".losses.distillation": "DistillationLossFn",
         ".losses.value": "MseValueLossFn",
-        ".losses.nll": "NLLLossFn",
     },
 )

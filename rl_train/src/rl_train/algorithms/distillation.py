@@ -21,10 +21,10 @@ from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.testing.outputs.models import scored
-from rl_train.algorithms.distillation_config import DistillationConfig
+from rl_train.algorithms.supervised_configs import DistillationConfig
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
-from rl_train.rollouts.segments import optimizer_batches
+from rl_train.rollouts.trajectory import optimizer_batches
 from rl_train.run import Run
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.testing.outputs.models import scored
-from rl_train.algorithms.dpo_config import DPOConfig
+from rl_train.algorithms.supervised_configs import DPOConfig
 from rl_train.algorithms.validation import validate
 from rl_train.run import Run
 

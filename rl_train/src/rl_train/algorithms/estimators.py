@@ -3,6 +3,22 @@
 A row has one reward, `rewards` [B]. If the KL to the reference policy is part of the reward, each token also has a penalty,
 `token_penalties` [B, T]. Estimators that compare rows subtract the sum of a row's penalties from its reward; an estimator per
 token subtracts the sum from that token on.
+
+Turns rewards into advantages; pure functions of tensors. Groups are identified by ids.
+
+Turn-level advantages: each turn is compared by what its rollout still earns, with those of the group.
+
+With r_ik the reward of turn k of rollout i, K_i its number of turns, and gamma the discount from a turn to the next:
+
+    R_ik = sum over l = k..K_i of gamma^(l - k) r_il            return of turn k
+    A_ik = (R_ik - mean_j R_jk) / std_j R_jk                    advantage of all tokens of turn k
+
+The mean and the standard deviation are those of the group. The idea, normalized discounted returns of turns as advantages, is
+that of GTPO (https://arxiv.org/abs/2511.14846), without its reward shaping. Choices made here: the statistics are taken at each
+turn k, and a rollout that ended before turn k is compared by the return of its last turn, so that every turn has a comparison.
+With gamma = 1 and a
+reward only in the last turn, R_ik is the reward of the rollout in every turn, and the advantages are those of GRPO, also if
+rollouts have different numbers of turns.
 """
 
 from __future__ import annotations
@@ -17,10 +33,8 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.plugins.component import Component
-from rl_train.algorithms.advantages import GroupAdvantages, group_advantages, suffix_sums, whiten
-from rl_train.algorithms.grpo_config import AdvantageConfig
-from rl_train.algorithms.turn_level import turn_counts, turn_returns, turn_rewards
-from rl_train.rollouts.segments import join_segments, split_segments, spread
+from rl_train.algorithms.policy_configs import AdvantageConfig
+from rl_train.rollouts.trajectory import join_segments, split_segments, spread
 
 _log = logging.getLogger("rlcore")
 
@@ -39,7 +53,7 @@ class AdvantageEstimator(ABC):
     """Estimates advantages from `rewards`, `group_ids`, `token_mask`, `sample_mask` and further keys of a batch.
 
     A row is a rollout: if rollouts have several segments, their tokens follow one another in the row, see
-    `rl_train.rollouts.segments`.
+    `rl_train.rollouts.trajectory`.
     """
 
     @abstractmethod
@@ -88,7 +102,7 @@ class GroupEstimator(AdvantageEstimator):
 
 
 class TurnLevelEstimator(AdvantageEstimator):
-    """Compares the discounted return of each turn within the group, see `rl_train.algorithms.turn_level`.
+    """Compares the discounted return of each turn within the group, see `rl_train.algorithms.estimators`.
 
     Args:
         discount: discount factor from one turn to the next.
@@ -262,3 +276,149 @@ def group_metrics(batch: BatchedDataDict[Any]) -> dict[str, float]:
     """Statistics of the rewards within groups."""
     group = group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored"))
     return {"advantage/equal_group_frac": group.equal_group_frac, "reward/group_std": group.mean_group_std}
+
+
+ROUNDING = 1e-6
+"""Rewards of a group are equal if they differ by at most this fraction of their size: this is float noise, and dividing by it
+would give advantages in the thousands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantages:
+    """Advantages and statistics of their groups."""
+
+    values: torch.Tensor
+    """[B] float32."""
+    equal: torch.Tensor
+    """[B] bool; True in groups with equal rewards, which have no learning signal."""
+    equal_group_frac: float
+    """Fraction of such groups."""
+    mean_group_std: float
+    """Mean over groups of the standard deviation of their rewards."""
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    normalize: bool = True,
+    leave_one_out: bool = False,
+    scored: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
+) -> GroupAdvantages:
+    """Center each reward on its group and, if `normalize`, divide by the group's standard deviation.
+
+    The standard deviation is unbiased and over all rewards of the group, also with `leave_one_out`, because the
+    standard deviation of the other rewards can be zero.
+
+    Args:
+        rewards: [B] rewards, in any order.
+        group_ids: [B] int64; rows of one prompt share an id. Groups of one row get advantage zero.
+        normalize: divide by the group's standard deviation (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
+        leave_one_out: center on the mean of the others (RLOO, https://arxiv.org/abs/2402.14740).
+        scored: [B] bool; rows with False count in no statistic and get advantage zero. None if all rows were scored.
+        sizes: [B] size of the numbers that each reward was computed from, whose rounding it has; its own by default.
+    """
+    counts = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
+    _, group = torch.unique(group_ids, return_inverse=True)
+    num_groups = int(group.max()) + 1 if group.numel() else 0
+    values = rewards.double()
+    size = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, counts.double())
+    is_counted = size > 0
+    mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values * counts) / size.clamp(min=1)
+    centered = (values - mean[group]) * counts
+    variance = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, centered.square())
+    std = (variance / (size - 1).clamp(min=1)).sqrt()
+
+    highest = torch.full((num_groups,), -torch.inf, dtype=torch.float64).scatter_reduce(
+        0, group, values.masked_fill(~counts, -torch.inf), "amax"
+    )
+    lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(
+        0, group, values.masked_fill(~counts, torch.inf), "amin"
+    )
+    of = values.abs() if sizes is None else torch.maximum(values.abs(), sizes)
+    largest = torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group, of.masked_fill(~counts, 0.0), "amax")
+    equal = are_equal(lowest, highest, size=largest) | ~is_counted
+
+    advantages = centered * (size / (size - 1).clamp(min=1))[group] if leave_one_out else centered
+    if normalize:
+        advantages = advantages / std.masked_fill(equal, 1.0)[group]
+    return GroupAdvantages(
+        values=advantages.masked_fill(equal[group], 0.0).float(),
+        equal=equal[group],
+        equal_group_frac=float(equal[is_counted].double().mean()) if bool(is_counted.any()) else 0.0,
+        mean_group_std=float(std[is_counted].mean()) if bool(is_counted.any()) else 0.0,
+    )
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, unbiased: bool = False) -> torch.Tensor:
+    """Values normalized to mean 0 and standard deviation 1 over trained entries, and 0.0 elsewhere.
+
+    If they are all equal up to rounding, all are 0.0.
+
+    Args:
+        values: any shape.
+        mask: the same shape; above 0 for trained entries.
+        unbiased: divide the sum of squares by n - 1 instead of n.
+    """
+    trained = mask > 0
+    selected = values.double()[trained]
+    if selected.numel() == 0 or bool(are_equal(selected.min(), selected.max())):
+        return torch.zeros_like(values, dtype=torch.float32)
+    whitened = (values.double() - selected.mean()) / selected.std(correction=int(unbiased))
+    return torch.where(trained, whitened, 0.0).float()
+
+
+def suffix_sums(values: torch.Tensor) -> torch.Tensor:
+    """[B, T] the sum of each row's values from a position to the end."""
+    return values.flip(-1).cumsum(-1).flip(-1)
+
+
+def are_equal(lowest: torch.Tensor, highest: torch.Tensor, *, size: torch.Tensor | None = None) -> torch.Tensor:
+    """Whether `lowest` and `highest` are equal up to rounding, elementwise; `size` is that of the larger one by default."""
+    largest = torch.maximum(highest.abs(), lowest.abs()) if size is None else size
+    return (highest - lowest) <= ROUNDING * largest.clamp(min=1.0)
+
+
+def turn_counts(batch: BatchedDataDict[Any]) -> torch.Tensor:
+    """[B] int64 number of turns of each rollout, at least 1."""
+    last: torch.Tensor = batch["token_turns"].amax(-1)
+    return last.clamp(min=1)
+
+
+def turn_rewards(batch: BatchedDataDict[Any], token_penalties: torch.Tensor) -> torch.Tensor:
+    """[B, K] float64 reward of each turn after shaping and penalties; 0 after the last turn.
+
+    What shaping added to the reward of a rollout belongs to its last turn.
+
+    Args:
+        batch: `token_turns`, `turn_rewards` and `rewards`.
+        token_penalties: [B, T] penalty of each token, which belongs to its turn.
+    """
+    counts = turn_counts(batch)
+    rewards = torch.zeros(batch.size, int(counts.max()), dtype=torch.float64)
+    for row, row_rewards in enumerate(batch["turn_rewards"]):
+        last = int(counts[row]) - 1
+        for turn, reward in enumerate(row_rewards):
+            rewards[row, min(turn, last)] += reward
+        rewards[row, last] += float(batch["rewards"][row]) - sum(row_rewards)
+    turns = batch["token_turns"]
+    rewards.scatter_add_(1, (turns - 1).clamp(min=0), -(token_penalties * (turns > 0)).double())
+    return rewards
+
+
+def turn_returns(rewards: torch.Tensor, counts: torch.Tensor, *, discount: float) -> torch.Tensor:
+    """[B, K] float64 discounted sum of the rewards from each turn on; after the last turn, the return of the last turn.
+
+    Args:
+        rewards: [B, K] float64, 0 after the last turn.
+        counts: [B] number of turns of each rollout, at least 1.
+        discount: gamma.
+    """
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])
+    for turn in reversed(range(rewards.shape[1])):
+        following = rewards[:, turn] + discount * following
+        returns[:, turn] = following
+    turn_numbers = torch.arange(rewards.shape[1]).expand_as(rewards)
+    return returns.gather(1, torch.minimum(turn_numbers, counts.unsqueeze(1) - 1))

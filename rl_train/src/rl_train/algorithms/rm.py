@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.rm_config import RewardModelConfig
+from rl_train.algorithms.supervised_configs import RewardModelConfig
 from rl_train.algorithms.validation import validate
 from rl_train.run import Run
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.loss import LossType
+from rl_core.interfaces.policy import LossType
+from rl_train.rollouts.evaluation import ValidationSet
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.trajectory import Trajectory, to_batch
-from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 
 _log = logging.getLogger("rlcore")

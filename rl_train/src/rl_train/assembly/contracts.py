@@ -15,15 +15,18 @@ from rl_core.cluster.remote_actor import plain_class
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
-from rl_core.interfaces.trainable import TrainableInterface, ValueInterface
-from rl_core.interfaces.weights import WeightTransport
+from rl_core.interfaces.policy import (
+    ColocatablePolicyInterface,
+    LossFunction,
+    PolicyInterface,
+    TrainableInterface,
+    ValueInterface,
+    WeightTransport,
+)
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker
-from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Component, Kind, capability_problem
-from rl_core.testing.outputs.columns import class_label
-from rl_train.algorithms.kl_penalty import kl_in_reward
+from rl_core.plugins.component import Capability, Component, Kind, capability_problem
+from rl_core.testing.outputs.models import class_label
+from rl_train.algorithms.rewards import kl_in_reward
 from rl_train.config.schema import RunConfig
 from rl_train.metrics.logger import Logger
 from rl_train.pools.component_probe import argument_problem

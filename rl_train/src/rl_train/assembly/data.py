@@ -1,9 +1,12 @@
-"""Builds data loaders of tokenized rows from datasets; all data is read and checked before a worker starts."""
+"""Builds data loaders of tokenized rows from datasets; all data is read and checked before a worker starts.
+
+Tokenizes the first rows of a run before it starts, so that unusable rows are not found hours later.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,27 +14,24 @@ from typing import Any
 from rl_core.config.schema import DatasetConfig
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.first_rows import check_rows, read_rows
 from rl_train.config.schema import DataConfig, RunConfig
-from rl_train.data.bad_rows import BadRow, BadRowsError, bad_row_lines
-from rl_train.data.concat import ConcatDataset
+from rl_train.data.arrow_rows import ConcatDataset
 from rl_train.data.conversations import begun_answer, without_answer
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.dataset_classes import make_dataset
+from rl_train.data.datasets import make_dataset
 from rl_train.data.holdout import Subset, held_out
 from rl_train.data.messages import DatumSpec
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
+    TokenizedRows,
     check_processor_result,
+    choose_tasks,
     conversation_datum,
     preference_datum,
     prompt_datum,
 )
-from rl_train.data.record_functions import load_function
-from rl_train.data.records import SKIP_BAD_ROWS
+from rl_train.data.records import SKIP_BAD_ROWS, BadRow, BadRowError, BadRowsError, bad_row_lines, load_function
 from rl_train.data.row_sections import OnBadRow, OnTooLong
-from rl_train.data.task_choice import choose_tasks
-from rl_train.data.tokenized_rows import TokenizedRows
 from rl_train.tools.task_tools import TaskTools
 from rl_train.user_code import reporting_errors
 
@@ -370,3 +370,43 @@ def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -
 def _hold_out(source: Source, *, fraction: float, seed: int) -> tuple[Source, Source]:
     kept, out = held_out(source.records, fraction=fraction, seed=seed, name=source.name)
     return replace(source, records=kept), replace(source, records=out)
+
+
+def read_rows(rows: Sequence[Any], numbers: Iterable[int]) -> tuple[list[int], int, list[BadRow]]:
+    """The numbers of the rows that can be tokenized, how many of them are dropped as too long, and the other rows."""
+    good: list[int] = []
+    bad: list[BadRow] = []
+    dropped = 0
+    for number in numbers:
+        try:
+            dropped += not rows[number]["loss_multiplier"]
+            good.append(number)
+        except BadRowError as error:
+            bad.append(error.row)
+    return good, dropped, bad
+
+
+def check_rows(loader: BatchedDataLoader, name: str, *, most: int) -> None:
+    """Tokenize the next rows of a loader, without drawing them.
+
+    Args:
+        loader: its rows are tokenized on access.
+        name: name of the data in messages.
+        most: largest number of rows to check; tokenizing takes milliseconds per row, too long for large datasets.
+
+    Raises:
+        DataError: a row is too long, cannot be rendered or has nothing to train on. The message lists all such rows.
+    """
+    numbers = loader.next_rows(most)
+    _, dropped, bad = read_rows(loader.dataset, numbers)
+    if bad:
+        raise BadRowsError(bad, total=len(numbers), rows_of=f"{len(numbers)} checked rows of {name}", remedy=SKIP_BAD_ROWS)
+    if dropped:
+        _log.warning("%d of %d checked rows of %s are too long and dropped", dropped, len(numbers), name)
+    if len(numbers) < len(loader.dataset) and numbers:
+        _log.info(
+            "checked %d of %d rows of %s; the others are checked when they are used (data.check_rows)",
+            len(numbers),
+            len(loader.dataset),
+            name,
+        )

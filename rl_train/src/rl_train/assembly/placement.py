@@ -14,7 +14,7 @@ from rl_core.config.section import Devices
 from rl_core.dispatch.worker_facade import local_device
 from rl_core.errors import ConfigError, with_key
 from rl_train.config.rules.models import models_of
-from rl_train.config.rules.sampling import default_transports
+from rl_train.config.rules.rollouts import default_transports
 from rl_train.config.schema import RunConfig
 
 _log = logging.getLogger("rlcore")

@@ -1,15 +1,24 @@
-"""Prepares a run before any of its processes starts: tokenizer, tools, data, and the settings that follow from the data."""
+"""Prepares a run before any of its processes starts: tokenizer, tools, data, and the settings that follow from the data.
+
+Collects what decides the result of a run in addition to its config, for a comparison when the run is resumed.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Final
 
+import xxhash
+
+from rl_core.config.diagnostics import KeyPath, dotted
+from rl_core.config.section import PathRule
 from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.checks import check_reward_functions, resolve_completion_formats, tokenizer_key, tokens_without_rows
 from rl_train.assembly.data import (
     BadRows,
     Source,
@@ -19,12 +28,14 @@ from rl_train.assembly.data import (
     read_data,
     read_validation_sets,
 )
-from rl_train.assembly.model_checks import tokenizer_key, tokens_without_rows
-from rl_train.assembly.reward_checks import check_reward_functions, resolve_completion_formats
-from rl_train.config.rules.required_sections import validates
+from rl_train.checkpoints.inputs import FREE_TO_CHANGE, ROWS, Inputs, path_digests, source_digests
+from rl_train.config.loader import LoadedConfig
+from rl_train.config.rules.components import validates
 from rl_train.config.schema import DataConfig, RunConfig
+from rl_train.config.slots import ConfigLayout
+from rl_train.config.values import leaves_by_path
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.data.processors import load_policy_tokenizer
 from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens, refuse_tokens_without_rows
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
@@ -256,3 +267,53 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
         return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
     conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
     return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)
+
+
+_NOT_COMPARED: Final = ("python", "refit_folder")
+"""Names of keys with a path that does not decide the result."""
+
+
+def inputs_of(loaded: LoadedConfig, prepared: Preparation, *, only: tuple[str, ...] = ("",)) -> Inputs:
+    """The user code, models, templates, data and tools of a config, except for keys that a resume may change anyway.
+
+    Args:
+        loaded: the config.
+        prepared: its data and tools.
+        only: prefixes of the keys to include; all by default.
+    """
+    found = {key: {ROWS: digest} for key, digest in _rows(prepared) if key.startswith(only)}
+    for task, tools in prepared.tools.offered.items():
+        specs = {f"tool {tool['function']['name']}": json.dumps(tool, sort_keys=True, default=str) for tool in tools}
+        found[f"env.{task}"] = {name: xxhash.xxh3_64(spec.encode()).hexdigest() for name, spec in specs.items()}
+    for path, value in leaves_by_path(loaded.resolved):
+        key = dotted(path)
+        if key in found or key.startswith(FREE_TO_CHANGE) or not key.startswith(only):
+            continue
+        if digests := _digests(loaded.layout, path, value):
+            found[key] = digests
+    return found
+
+
+def _digests(layout: ConfigLayout, path: KeyPath, value: Any) -> dict[str, str]:
+    """The digests of what the value of a key refers to: a path, or the dotted paths of code in it."""
+    field = layout.find(path)
+    if field is None or not any(isinstance(item, PathRule) for item in field.info.metadata):
+        return {name: digest for text in _texts(value) for name, digest in source_digests(text).items()}
+    return path_digests(value) if isinstance(value, str) and path[-1] not in _NOT_COMPARED else {}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(item)
+
+
+def _rows(prepared: Preparation) -> Iterator[tuple[str, str]]:
+    """The fingerprints of the training data, by the key of its path."""
+    train = prepared.data.train
+    if train is not None:
+        sources = {"train": train} if train.members is None else {f"mix.{name}": one for name, one in train.members.items()}
+        for key, source in sources.items():
+            if (fingerprint := getattr(source.records, "fingerprint", None)) is not None:
+                yield f"data.{key}.path", fingerprint

@@ -1,68 +1,68 @@
-"""Builds a Run and all of its components from a config."""
+"""Builds a Run and all of its components from a config.
+
+Starts a config's policy and engine without environments, training loop or run folder.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.section import Devices
+from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.process_seed import seed_process
 from rl_core.dispatch.worker_facade import WorkerFacade
-from rl_core.errors import ConfigError, with_key
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Kind
+from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
+from rl_core.plugins.component import Capability, Kind
+from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.collector import make_collector
+from rl_train.assembly.checks import warn_about_engine_limit
 from rl_train.assembly.contracts import capabilities_of
-from rl_train.assembly.model_checks import warn_about_engine_limit
+from rl_train.assembly.parts import make_collector, watch_training
 from rl_train.assembly.placement import make_cluster, resolve_precision
-from rl_train.assembly.preparation import DataLoaders, Preparation
+from rl_train.assembly.preparation import DataLoaders, Preparation, inputs_of
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
-from rl_train.assembly.run_inputs import inputs_of
-from rl_train.assembly.training_checks import watch_training
 from rl_train.assembly.workers import Builder, Workers
-from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults
-from rl_train.checkpoints.inputs import Inputs
+from rl_train.checkpoints.inputs import UNKNOWN_DEFAULTS, Defaults, Inputs
 from rl_train.checkpoints.state import Checkpoints, Stateful
-from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.checkpoints.store import TimeLimit
+from rl_train.config.algorithm import RolloutNeeds
 from rl_train.config.device_defaults import device_values, precisions_of, with_precisions
-from rl_train.config.durations import parse_duration
-from rl_train.config.loader import LoadedConfig
-from rl_train.config.rules.asynchronous import ENGINE_SHARES_GPUS
+from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.ranking import can_be_ranked
-from rl_train.config.rules.rule import CheckedConfig
-from rl_train.config.runtime_needs import RolloutNeeds
-from rl_train.config.schedule_lengths import schedule_lengths
-from rl_train.config.schema import RunConfig
+from rl_train.config.rules.rule import CheckedConfig, Use
+from rl_train.config.rules.run import ENGINE_SHARES_GPUS
+from rl_train.config.schedules import schedule_lengths
+from rl_train.config.schema import RunConfig, parse_duration
 from rl_train.config.slots import COMPANIONS
+from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.metrics.model_flops import ModelFlops, peak_tflops
-from rl_train.metrics.peak_memory import PeakMemory
-from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
-from rl_train.rollouts.replay import ReplaySource
+from rl_train.data.messages import DatumSpec
+from rl_train.metrics.measured import ModelFlops, PeakMemory, peak_tflops
+from rl_train.rollouts.collect import Collector, stream_rows_of
+from rl_train.rollouts.evaluation import Evaluation, ValidationSet
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.scheduled_source import ScheduledSource
-from rl_train.rollouts.source import RolloutSource
-from rl_train.rollouts.streamed_rows import stream_rows_of
-from rl_train.rollouts.validation_set import ValidationSet
+from rl_train.rollouts.source import MixedRolloutSource, ReplaySource, RolloutSource, SampledSteps
+from rl_train.rollouts.trajectory import sample_seed
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
+from rl_train.weight_sync.canary import StreamedCanary
 from rl_train.weight_sync.device_memory import DeviceMemory
-from rl_train.weight_sync.no_engine import NoEngine
-from rl_train.weight_sync.streamed_canary import StreamedCanary
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.synchronizer import NoEngine, WeightSynchronizer
 
 _log = logging.getLogger("rlcore")
 
@@ -337,3 +337,116 @@ def _checkpoints(
     checkpoints.check_disk_space(num_saves=-(-config.algorithm.max_num_steps // section.save_period))
     checkpoints.try_save()
     return checkpoints
+
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The first prompts of a config's data."""
+
+    batch: BatchedDataDict[Any]
+    """The prompts, a `GenerationDatumSpec` with `sample_seeds`."""
+    questions: Sequence[Sequence[Message]]
+    """The prompts as messages with role and content."""
+
+    def token_ids(self) -> list[torch.Tensor]:
+        """One int64 tensor [T] per prompt, without padding."""
+        rows = zip(self.batch["input_ids"], self.batch["input_lengths"].tolist(), strict=True)
+        return [row[:length] for row, length in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyAndEngine:
+    """A policy, and an engine with the same weights."""
+
+    config: RunConfig
+    policy: ColocatablePolicyInterface
+    generation: GenerationInterface
+    refit: str
+    """The weight transport; the engine's weights were verified."""
+
+    def engine_precision(self) -> str:
+        """Dtypes of the engine's floating-point weights, such as `bfloat16`, separated by commas."""
+        dtypes = {digest.partition("[")[0] for digest in self.generation.weight_digests().values()}
+        return ", ".join(sorted(name for name in dtypes if "float" in name))
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether both run in this process."""
+        return self.config.cluster.backend == "in_process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyAndEnginePlan:
+    """The config, its tokenizer and its prompts, before any process is started.
+
+    Attributes:
+        config: the run.
+        registry: used to look up components.
+        tokenizer: the policy's.
+        prompts: the prompts to sample from.
+    """
+
+    config: RunConfig
+    registry: Registry
+    tokenizer: Any
+    prompts: Prompts
+
+    @contextmanager
+    def started(self) -> Iterator[PolicyAndEngine]:
+        """Start both backends and sync the weights once. Their processes are stopped at the end of the block.
+
+        Raises:
+            WeightSyncError: the engine's weights could not be verified.
+        """
+        with ExitStack() as exits:
+            builder = Builder.without_training(self.config, self.registry, exits)
+            policy, generation = builder.policy_and_engine()
+            # No tokenizer, so that there is no canary: a disagreement should be measured here, not raised.
+            weights = builder.weights(policy, generation)
+            weights.sync()
+            yield PolicyAndEngine(config=builder.run, policy=policy, generation=generation, refit=weights.transport_name)
+
+
+def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:
+    """Load a config, its tokenizer and the first `num_prompts` prompts of its training data. Does not start processes.
+
+    Raises:
+        ConfigError: the config is invalid, or has no engine or no data.
+        DataError: there is no prompt.
+    """
+    registry = Registry(discover())
+    config = load_config(config_path, overrides, registry=registry, use=Use.COMPARE).run
+    # No row after these prompts is used, so none is checked.
+    datasets = config.data.model_copy(update={"validation": None, "validation_sets": {}, "check_rows": 0})
+    prepared = Preparation(config.model_copy(update={"data": datasets}), registry, datasets=datasets)
+    tokenizer = prepared.tokenizer
+    return PolicyAndEnginePlan(
+        config=config, registry=registry, tokenizer=tokenizer, prompts=_first_prompts(prepared, num_prompts)
+    )
+
+
+def _first_prompts(prepared: Preparation, count: int) -> Prompts:
+    train, seed, padding = prepared.data.train, prepared.config.algorithm.seed, prepared.tokenizer.pad_token_id
+    if train is None:
+        raise ConfigError("data.train is required. Prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
+    if count < 1:
+        raise ConfigError(f"The number of prompts is {count}: use at least 1.")
+    first: list[DatumSpec] = next(iter(prepared.prompts(train, batch_size=count)))
+    usable = {row: prompt for row, prompt in enumerate(first) if prompt["loss_multiplier"] > 0}
+    if not usable:
+        raise DataError(f"All of the first {len(first)} prompts are too long and dropped: raise data.max_input_seq_length.")
+    logs = [prompt["message_log"] for prompt in usable.values()]
+    rows = [torch.cat([message["token_ids"] for message in log]) for log in logs]
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding),
+            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            "stop_strings": [prompt.get("stop_strings") for prompt in usable.values()],
+            "sample_seeds": torch.tensor([sample_seed(seed, row) for row in usable], dtype=torch.int64),
+        }
+    )
+    questions = [[{"role": message["role"], "content": message["content"]} for message in log] for log in logs]
+    return Prompts(batch=batch, questions=questions)

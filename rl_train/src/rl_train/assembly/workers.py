@@ -13,24 +13,28 @@ from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
-from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade, local_device
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.interfaces.weights import WeightTransport
+from rl_core.interfaces.policy import ColocatablePolicyInterface, WeightTransport
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import constructor_config, first_argument
+from rl_core.testing.environments.checks import constructor_config, first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision, transports_between
-from rl_train.config.engine_verification import digests_are_held, missing_canary, uses_canary
-from rl_train.config.rules.sampling import IN_PROCESS_TRANSPORTS, with_transports_of_plugins
-from rl_train.config.schedule_lengths import with_schedule_lengths
+from rl_train.config.rules.rollouts import (
+    IN_PROCESS_TRANSPORTS,
+    digests_are_held,
+    missing_canary,
+    uses_canary,
+    with_transports_of_plugins,
+)
+from rl_train.config.schedules import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.metrics.logger import Logger
@@ -42,8 +46,7 @@ from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
 from rl_train.weight_sync.canary import Canary, CanaryCalibration, TemperatureCorrection, make_canary, rows_of_two_microbatches
 from rl_train.weight_sync.device_memory import DeviceMemory
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.waiting import wait_together
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 
 
 @dataclass(frozen=True, kw_only=True)

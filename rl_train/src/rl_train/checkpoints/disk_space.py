@@ -12,7 +12,7 @@ from typing import Final
 
 from rl_core.errors import CheckpointWriteError, RLCoreError
 from rl_train.errors import DiskFullError
-from rl_train.sizes import format_size
+from rl_train.files import format_size
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _MESSAGES: Final = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")

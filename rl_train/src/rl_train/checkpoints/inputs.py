@@ -1,9 +1,37 @@
-"""What decides the result of a run in addition to its config: user code, models, templates and data, as digests."""
+"""What decides the result of a run in addition to its config: user code, models, templates and data, as digests.
+
+Differences between the config of a checkpoint and the current one, and which of them a resume allows.
+
+Digests of the code that a config names: its file, and the files that this imports from the same folder or package.
+
+Comments, docstrings and formatting do not count, because the digests are those of syntax trees.
+
+Digests of the models and files that a config names, in seconds for models of any size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import ast
+import json
+import math
+import re
+import sysconfig
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os.path import isdir, isfile  # False for a text that is too long for the file system; Path would raise
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import xxhash
+
+from rl_core.config.diagnostics import KeyPath, dotted
+from rl_core.config.introspection import NO_DEFAULT
+from rl_core.config.section import model_files
+from rl_core.data.hub import model_source
+from rl_core.errors import CheckpointError
+from rl_train.config.slots import is_named_by_user
+from rl_train.config.values import leaves_by_path
 
 ROWS: Final = "the rows"
 """Name of the digest of a dataset's rows."""
@@ -31,3 +59,357 @@ def input_changes(old: Inputs, new: Inputs) -> dict[str, str]:
             more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             changes[key] = ", ".join(shown[:_MOST_NAMED]) + more
     return changes
+
+
+FREE_TO_CHANGE = (
+    "logger.",
+    "checkpointing.",
+    "cluster.",
+    "data.validation.",
+    "data.validation_sets.",
+    "data.val_data_path",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "value.train_micro_batch_size",
+    "value.logprob_batch_size",
+    "policy.generation.max_restarts",
+    "policy.generation.val_temperature",
+    "rollout.retries",
+    "rollout.max_failed_share",
+    "policy.generation.refit_canary",
+    "policy.generation.canary_tolerance",
+)
+"""Prefixes of config keys that a resume may change without confirmation: how or how long a run continues, not what it is."""
+
+FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "max_val_samples", "val_")
+"""The same, within the algorithm's section."""
+
+FIXED = {
+    "policy.optimizer.name": "the state of one optimizer cannot be loaded into another",
+    "value.optimizer.name": "the state of one optimizer cannot be loaded into another",
+}
+"""Keys that no resume can change, and why."""
+_FIXED_ROWS = "the order of the data cannot continue with other rows: some would be seen twice and others never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Defaults of the keys of a config.
+
+    Attributes:
+        of: the default of a key; `NO_DEFAULT` if it has none.
+        by_device: keys that were null and stand for a value that depends on the devices.
+    """
+
+    of: Callable[[KeyPath], Any] = lambda _: NO_DEFAULT
+    by_device: Collection[KeyPath] = ()
+
+
+UNKNOWN_DEFAULTS = Defaults()
+"""Defaults for a config whose sections are not known."""
+
+
+def config_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    algorithm: str,
+    *,
+    defaults: Defaults = UNKNOWN_DEFAULTS,
+    inputs: tuple[Inputs, Inputs] = ({}, {}),
+) -> dict[str, tuple[Any, Any]]:
+    """Changed keys that need confirmation, with their old and new values; None for a missing key.
+
+    A key that was added to a section since the checkpoint was written is not a change if it has its default, because the run of
+    the checkpoint behaved like that. Nor is a null that replaces a fixed default because the value now depends on the devices,
+    nor another path of the same content.
+
+    Args:
+        old: the config of the checkpoint.
+        new: the current config.
+        algorithm: the section of the current algorithm.
+        defaults: those of the current config.
+        inputs: those of the checkpoint and of the current config.
+    """
+    free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
+    before, after = ({path: value for path, value in leaves_by_path(config) if path and value != {}} for config in (old, new))
+    same = {path for path in after.keys() - before.keys() if after[path] == defaults.of(path) and _is_new_key(path, old)}
+    same |= {path for path in defaults.by_device if path not in before or after.get(path) is None}
+    moved = {key for key, content in inputs[0].items() if inputs[1].get(key) == content}
+    return {
+        dotted(path): (before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys(), key=dotted)
+        if path not in same
+        and before.get(path) != after.get(path)
+        and dotted(path) not in moved
+        and not dotted(path).startswith(free)
+    }
+
+
+def described_changes(changes: Mapping[str, tuple[Any, Any]], inputs: tuple[Inputs, Inputs]) -> str:
+    """One line per change of the config, from `config_changes`, or of its inputs."""
+    # What a new value refers to is not compared with the old one, unless they have something in common.
+    of_inputs = {
+        key: words
+        for key, words in input_changes(*inputs).items()
+        if key not in changes or inputs[0][key].keys() & inputs[1][key].keys()
+    }
+    return "\n".join([*([describe(changes)] if changes else []), *(f"  {key}: {words}" for key, words in of_inputs.items())])
+
+
+def _is_new_key(path: KeyPath, old: Mapping[str, Any]) -> bool:
+    """Whether the section of a key existed in an old config, without this key or a section that contains it.
+
+    An entry that the user named, such as an environment, is not a new key, and a section that was null is a change.
+    """
+    section: Any = old
+    for length, key in enumerate(path):
+        if not isinstance(section, Mapping):
+            return False
+        if key not in section:
+            return not any(is_named_by_user(path[:count]) for count in range(length + 1, len(path)))
+        section = section[key]
+    return False
+
+
+def refuse_changes(
+    checkpoint: Path,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    algorithm: str,
+    *,
+    allow: bool,
+    defaults: Defaults = UNKNOWN_DEFAULTS,
+    inputs: tuple[Inputs, Inputs] = ({}, {}),
+) -> None:
+    """Refuse a resume with changes that are not allowed.
+
+    Args:
+        checkpoint: the step folder.
+        old: the config of the checkpoint.
+        new: the current config.
+        algorithm: the section of the current algorithm.
+        allow: whether the user allowed changes.
+        defaults: those of the current config.
+        inputs: those of the checkpoint and of the current config.
+
+    Raises:
+        CheckpointError: there are changes that are not allowed, or that a resume cannot make.
+    """
+    if algorithm not in old:
+        raise CheckpointError(
+            f"{checkpoint} was written by an algorithm other than {algorithm}, so it cannot be resumed. "
+            f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
+        )
+    changes = config_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
+    fixed = {key: FIXED[key] for key in changes if key in FIXED}
+    data = sorted(inputs[0].keys() & inputs[1].keys())
+    fixed |= {key: _FIXED_ROWS for key in data if inputs[0][key].get(ROWS) != inputs[1][key].get(ROWS)}
+    described = described_changes(changes, inputs)
+    if fixed:
+        raise CheckpointError(
+            f"{checkpoint} was written with another config:\n{described}\n"
+            f"A resume cannot change {', '.join(fixed)}: {next(iter(fixed.values()))}. Undo the change, or start a new run "
+            f"from the weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
+        )
+    if described and not allow:
+        raise CheckpointError(
+            f"{checkpoint} was written with another config:\n{described}\n"
+            "Continue with the new config by --allow-config-change, start a new run with --resume never, or undo the changes."
+        )
+
+
+def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """One line per change."""
+    return "\n".join(f"  {key}: {_format(old)} then, {_format(new)} now" for key, (old, new) in changes.items())
+
+
+def _format(value: Any) -> str:
+    return "absent" if value is None else repr(value)
+
+
+_REFERENCE: Final = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
+_OURS: Final = ("rl_core", "rl_train", "rl_backends_", "rl_envs", "rl_sandbox", "rl_serve", "rlcore_cli")
+_INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def source_digests(reference: str) -> dict[str, str]:
+    """The digest of each definition of the files, by a name such as `score in my_rewards.py`.
+
+    Args:
+        reference: The dotted path of a function or class. Nothing is imported.
+
+    Returns:
+        Also has the reference itself. Empty if it is not a dotted path, or names an installed package.
+    """
+    names = re.split("[.:]", reference) if _REFERENCE.fullmatch(reference) else []
+    root = _root_of(names[0]) if names else None
+    if root is None:
+        return {}
+    lengths = range(len(names) - 1, 0, -1)
+    first = next((file for length in lengths if (file := _file_of(root, names[:length])) is not None), None)
+    found, files, seen = {reference: ""}, [] if first is None else [first], set[Path]()
+    while files:
+        file = files.pop()
+        if file not in seen:
+            seen.add(file)
+            name, text = file.relative_to(root).as_posix(), file.read_bytes()
+            try:
+                tree = ast.parse(text)
+            except (SyntaxError, ValueError):  # of another Python version
+                found[name] = xxhash.xxh3_64(text).hexdigest()
+            else:
+                found |= _definitions(tree, name)
+                files += _imported_files(tree, file, root)
+    return found if seen else {}
+
+
+def _root_of(package: str) -> Path | None:
+    """The folder of a top-level module that is not installed; rlcore itself counts as installed."""
+    try:
+        spec = None if package.startswith(_OURS) else find_spec(package)
+    except (ImportError, ValueError):  # a module without a specification, such as `__main__`
+        return None
+    locations = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin]
+    folder = next((Path(location).parent for location in locations if location and Path(location).exists()), None)
+    parents = () if folder is None else (folder.resolve(), *folder.resolve().parents)
+    is_installed = any(parent in _INSTALLED or parent.name in ("site-packages", "dist-packages") for parent in parents)
+    return None if is_installed else folder
+
+
+def _file_of(root: Path, names: Sequence[str]) -> Path | None:
+    package, module = root.joinpath(*names, "__init__.py"), root.joinpath(*names[:-1], f"{names[-1]}.py")
+    return next((file for file in (package, module) if file.is_file()), None)
+
+
+def _imported_files(tree: ast.AST, file: Path, root: Path) -> Iterator[Path]:
+    """The files below `root` that a module imports, and those of the packages that they belong to."""
+    package = file.relative_to(root).parent.parts
+    for node in ast.walk(tree):
+        modules: list[tuple[str, ...]] = []
+        if isinstance(node, ast.Import):
+            modules = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            modules = [(*module, alias.name) for alias in node.names]
+        for names in modules:
+            if names and (names[0] in package[:1] or _root_of(names[0]) == root):
+                files = (_file_of(root, names[:length]) for length in range(1, len(names) + 1))
+                yield from (each for each in files if each is not None)
+
+
+def _definitions(tree: ast.Module, name: str) -> dict[str, str]:
+    """The digest of each function and class of a module, and of its other statements under the module's name."""
+    for node in ast.walk(tree):
+        if isinstance(statements := getattr(node, "body", None), list):
+            node.body = [each for each in statements if not _is_text(each)]  # type: ignore[attr-defined]
+    forms: dict[str, list[str]] = {}
+    imports = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports += [
+                _form(ast.ImportFrom(getattr(node, "module", None), [one], getattr(node, "level", 0))) for one in node.names
+            ]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            forms.setdefault(f"{node.name} in {name}", []).append(_form(node))
+        else:
+            forms.setdefault(name, []).append(_form(node))
+    if imports:  # whose order is a matter of formatting
+        forms.setdefault(name, []).extend(sorted(imports))
+    return {label: xxhash.xxh3_64("\n".join(form).encode()).hexdigest() for label, form in forms.items()}
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether a statement is a docstring, or another text without effect."""
+    return (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    )
+
+
+def _form(tree: ast.AST) -> str:
+    """All nodes with their fields, level by level, without source locations. The same in every version of Python."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{','.join(map(shown, value))}]"
+        return "*" if isinstance(value, ast.AST) else repr(value)
+
+    lines = []
+    for node in ast.walk(tree):
+        fields = [f"{name}={shown(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
+        lines.append(f"{type(node).__name__} {' '.join(fields)}")
+    return "\n".join(lines)
+
+
+_WHOLE: Final = 1 << 30
+"""Bytes of a model or file, 0.2 CPU-seconds: of a larger one, only blocks of each tensor or file are read."""
+_JSON: Final = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "chat_template.json"),
+)
+"""JSON files of a model that decide what is loaded, except for the list of shards."""
+_BLOCK: Final = 1 << 12
+_BLOCKS_OF_TENSOR: Final = 3
+_BLOCKS_OF_FILE: Final = 256
+_CHUNK: Final = 1 << 24
+
+
+def path_digests(path: str) -> dict[str, str]:
+    """The digests of what a path has, by tensor and file; by commit for a model in the hub's cache; empty for other names."""
+    location = Path(path)
+    if isdir(path):
+        names = [name for name in model_files(location) if not name.endswith(".json") or name in _JSON]
+        files = [*(location / name for name in names), *location.glob("pytorch_model*.bin"), *location.glob("*.py")]
+        whole = sum(file.stat().st_size for file in files) <= _WHOLE
+        return {name: digest for file in files for name, digest in _file_digests(file, file.name, whole=whole)}
+    if isfile(path):
+        return dict(_file_digests(location, "the file", whole=location.stat().st_size <= _WHOLE))
+    return _commit(path)
+
+
+def base_weights(digests: Mapping[str, str]) -> dict[str, str]:
+    """Those of the digests of a model that its adapters depend on: without tokenizer, templates and settings of generation."""
+    return {
+        name: digest
+        for name, digest in digests.items()
+        if name == "config.json" or not name.endswith((".json", ".jinja", ".model", ".txt"))
+    }
+
+
+def _commit(name: str) -> dict[str, str]:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        source, revision = model_source(name)
+        cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    except (HFValidationError, OSError):  # no name of a model, but that of a packaged template or the text of one
+        return {}
+    return {"the commit of the hub": Path(cached).parent.name} if isinstance(cached, str) else {}
+
+
+def _file_digests(path: Path, name: str, *, whole: bool) -> Iterator[tuple[str, str]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if path.suffix != ".safetensors" or length > size:
+            yield name, _digest(file, 0, size, _BLOCKS_OF_FILE, whole=whole)
+            return
+        header = json.loads(file.read(length))
+        for tensor, entry in header.items():
+            if tensor != "__metadata__":
+                start, end = (8 + length + offset for offset in entry["data_offsets"])
+                digest = _digest(file, start, end - start, _BLOCKS_OF_TENSOR, whole=whole)
+                yield f"tensor {tensor}", f"{entry['dtype']} {entry['shape']} {digest}"
+
+
+def _digest(file: BinaryIO, start: int, size: int, blocks: int, *, whole: bool) -> str:
+    digest = xxhash.xxh3_64(str(size).encode())
+    if whole or size <= blocks * _BLOCK:
+        ranges = [(at, min(_CHUNK, size - at)) for at in range(0, size, _CHUNK)]
+    else:
+        ranges = [(math.floor(i * (size - _BLOCK) / (blocks - 1)), _BLOCK) for i in range(blocks)]
+    for at, count in ranges:
+        file.seek(start + at)
+        digest.update(file.read(count))
+    return str(digest.hexdigest())

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.paths import model_files
+from rl_core.config.section import model_files
 from rl_core.data.hub import published_file
 from rl_core.data.tokenizer import save_tokenizer
 

@@ -10,15 +10,22 @@ from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from rl_core.errors import CheckpointError, NonFiniteError
-from rl_core.interfaces.trainable import TrainableInterface
-from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults, config_changes, described_changes, refuse_changes
-from rl_train.checkpoints.damage import damage_error, verify_checkpoint
-from rl_train.checkpoints.damage import read_state as read_state
+from rl_core.interfaces.policy import TrainableInterface
 from rl_train.checkpoints.disk_space import check_disk_space
-from rl_train.checkpoints.inputs import Inputs, inputs_in
+from rl_train.checkpoints.inputs import (
+    UNKNOWN_DEFAULTS,
+    Defaults,
+    Inputs,
+    config_changes,
+    described_changes,
+    inputs_in,
+    refuse_changes,
+)
+from rl_train.checkpoints.manifest import damage_error, verify_checkpoint
+from rl_train.checkpoints.manifest import read_state as read_state
 from rl_train.checkpoints.published_files import carry_over_config, carry_over_tokenizer
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.training_checks.weight_changes import check_equal_ranks
+from rl_train.training_checks.gradients import check_equal_ranks
 
 
 class Stateful(Protocol):

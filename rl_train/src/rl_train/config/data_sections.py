@@ -6,10 +6,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
+from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import DatasetConfig
-from rl_core.config.section import Section
-from rl_core.config.source_tree import dotted
+from rl_core.config.section import INPUT_PATH, NAME_OR_PATH, Section
 from rl_core.plugins.component import Kind
 from rl_train.config.slots import sections_at, slots_of
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rl_core.config.diagnostics import KeyPath
 from rl_core.config.section import Devices
-from rl_core.config.source_tree import KeyPath
-from rl_train.config.dotted_keys import leaves_by_path
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
+from rl_train.config.values import leaves_by_path
 
 _ENGINE = ("policy", "generation")
 

@@ -15,27 +15,30 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel
 
-from rl_core.config.diagnostics import Problem, Problems
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted, override_named
+from rl_core.config.diagnostics import KeyPath, Node, Problem, Problems, SourceLocation, dotted, override_named
 from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.aliases import expand_aliases, with_validation_of_overrides
-from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.foreign_names import INSTEAD
-from rl_train.config.interpolation import escape, resolve
-from rl_train.config.overrides import apply_overrides
-from rl_train.config.partial_sections import partial_section, unavailable_section
-from rl_train.config.path_resolution import locate_paths
-from rl_train.config.provenance import Origin, trace
 from rl_train.config.rules import RULES
-from rl_train.config.rules.rule import CheckedConfig, Rule, RuleReport, Stage, Use, WrittenConfig, run_rules
-from rl_train.config.schema import RunConfig
+from rl_train.config.rules.rule import (
+    CheckedConfig,
+    Rule,
+    RuleReport,
+    Stage,
+    Use,
+    WrittenConfig,
+    partial_section,
+    run_rules,
+    unavailable_section,
+)
+from rl_train.config.schema import RunConfig, model_at
 from rl_train.config.secrets import Secrets
-from rl_train.config.section_models import model_at
 from rl_train.config.section_resolver import resolve_sections
-from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources, search_modules_in
+from rl_train.config.slots import ConfigLayout
+from rl_train.config.sources import ConfigFiles, as_paths, escape, folders_of_files, read_sources, resolve, search_modules_in
+from rl_train.config.values import Origin, apply_overrides, expand_aliases, locate_paths, trace, with_validation_of_overrides
 
 
 @dataclass(frozen=True, kw_only=True)

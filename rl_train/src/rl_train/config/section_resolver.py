@@ -11,18 +11,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_core.config.diagnostics import Problems, show
+from rl_core.config.diagnostics import KeyPath, Node, Problems, show
 from rl_core.config.introspection import Model
 from rl_core.config.schema import ClusterConfig
-from rl_core.config.source_tree import KeyPath, Node
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Component, Kind, is_path, nearest
 from rl_core.plugins.registry import Registry
 from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm, report_unknown_section
-from rl_train.config.config_layout import ConfigLayout, SectionSchema
-from rl_train.config.section_models import BASES, model_at, section_of
-from rl_train.config.slots import ANY, SLOTS, Slot
+from rl_train.config.schema import BASES, model_at, section_of
+from rl_train.config.slots import ANY, SLOTS, ConfigLayout, SectionSchema, Slot
 
 BUILT_IN: dict[str, Model] = {
     "algorithm": AlgorithmPathConfig,

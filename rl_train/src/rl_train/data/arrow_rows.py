@@ -1,20 +1,24 @@
 """Rows of Parquet files and Hugging Face datasets, memory-mapped by the `datasets` library.
 
 The library only loads the data: order, resuming, bad rows and held-out splits are handled elsewhere in this package.
+
+Concatenates map-style collections.
 """
 
 from __future__ import annotations
 
 import glob
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
-from rl_train.data.concat import ConcatDataset
+from rl_train.data.holdout import row_location
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files that `save_to_disk` writes: for one split, for several splits."""
@@ -273,3 +277,34 @@ def _library() -> Any:
     except ImportError as error:
         raise DataError(f"reading it needs a package that is not installed ({error}): pip install 'rl-train[data]'") from error
     return datasets
+
+
+class ConcatDataset(Sequence[Any]):
+    """Several map-style collections, concatenated.
+
+    Args:
+        parts: The collections.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
+        self.parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        number, row = self.locate(index)
+        return self.parts[number][row]
+
+    def row_location(self, index: int) -> str:
+        """Location of the row of a record."""
+        number, row = self.locate(index)
+        return row_location(self.parts[number], row)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The number of the collection, and the index in it."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from rl_core.data.conversation_tokens import encode, plain_pieces
+from rl_core.data.tokenizer import encode, plain_pieces
 from rl_core.errors import DataError
 from rl_train.data.conversations import is_begun as is_begun
-from rl_train.data.guarded_text import guarded, template_text
-from rl_train.data.tool_calls import read_calls
+from rl_train.data.conversations import read_calls
+from rl_train.data.special_tokens import guarded, template_text
 
 Message = Mapping[str, Any]
 

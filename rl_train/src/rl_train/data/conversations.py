@@ -1,4 +1,7 @@
-"""Reads and checks conversations in OpenAI's format. Independent of datasets and chat templates."""
+"""Reads and checks conversations in OpenAI's format. Independent of datasets and chat templates.
+
+Tools, calls and results in OpenAI's form.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import DataError, format_value
-from rl_core.testing.outputs.message_text import text_of
-from rl_train.data.tool_calls import read_calls
+from rl_core.interfaces.records import text_of
+from rl_train.data.rows import read_json
 
 Messages = list[dict[str, Any]]
 
@@ -120,3 +123,176 @@ def paired_text(text: str, what: str) -> str:
             "character, or is corrupt. Fix the text or remove the row"
         ) from error
     return text
+
+
+Tool = dict[str, Any]
+Call = dict[str, Any]
+
+_SPEC = "{type: function, function: {name, description, parameters}}"
+_CALL = "{id, type: function, function: {name, arguments}}"
+
+
+def read_tools(value: Any, what: str) -> list[Tool]:
+    """The functions offered by a field, as `{type: function, function: {name, ...}}`; empty for null or an empty list.
+
+    The list, its functions and their parameters may be JSON text; a function without the outer object gets it.
+
+    Args:
+        value: The field.
+        what: Its name in errors.
+
+    Raises:
+        DataError: It is not a list of functions.
+    """
+    listed = from_text(value, what)
+    if listed is None:
+        return []
+    if not isinstance(listed, list):
+        raise DataError(
+            f"{what} is {format_value(value)}: expected a list of functions, {_SPEC} each, or its JSON. If the field "
+            "contains something else, choose another `tools_key` (null for none)"
+        )
+    return [_tool(each, f"tool {number} of {what}") for number, each in enumerate(listed)]
+
+
+def tools_of(row: Mapping[str, Any], key: str | None, *, is_named: bool) -> list[Tool]:
+    """The functions offered by a row.
+
+    Args:
+        row: Its fields.
+        key: The field that contains them, if any.
+        is_named: Whether the config sets the field explicitly, so that every row must have it.
+
+    Raises:
+        DataError: An explicitly set field is missing, or the field is invalid.
+    """
+    if key is None:
+        return []
+    if is_named and key not in row:
+        raise DataError(f"the field {key!r} (`tools_key`) is missing: the row has {sorted(row)}")
+    return read_tools(row.get(key), f"the field {key!r} (`tools_key`)")
+
+
+def read_calls(value: Any, what: str) -> list[Call]:
+    """The calls of a message, as `{id, type: function, function: {name, arguments}}`; the id is optional.
+
+    Arguments become an object, whether they were an object or JSON text; an empty one if they are null or an empty text.
+
+    Args:
+        value: The message's `tool_calls`.
+        what: The message's name in errors.
+
+    Raises:
+        DataError: It is not a list of calls, or arguments are not a JSON object.
+    """
+    if not isinstance(value, list):
+        raise DataError(f"{what} has the tool_calls {format_value(value)}: expected a list of {_CALL}")
+    calls = [_call(each, f"call {number} of {what}") for number, each in enumerate(value)]
+    ids = [call["id"] for call in calls if "id" in call]
+    if len(set(ids)) < len(ids):
+        raise DataError(f"{what} has several calls with the same id, {ids}, so results cannot be matched to calls")
+    return calls
+
+
+def check_tool_use(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> None:
+    """Check that the calls and results of a whole conversation match.
+
+    A result belongs to a call of the preceding assistant message, with only other results between: the call with its
+    `tool_call_id`, else one with its `name`, else the next. Calls may have no result.
+
+    Args:
+        messages: From `read_messages`.
+        tools: The offered functions; empty if the row does not list any.
+
+    Raises:
+        DataError: A result does not match any call, or a called function is not offered.
+    """
+    offered = [tool["function"]["name"] for tool in tools]
+    waiting: list[Call] = []
+    for number, message in enumerate(messages):
+        if message["role"] == "tool":
+            waiting = _without_answered(waiting, message, f"message {number} of the conversation")
+            continue
+        waiting = list(message.get("tool_calls", ()))
+        for name in (call["function"]["name"] for call in waiting):
+            if offered and name not in offered:
+                raise DataError(
+                    f"message {number} of the conversation calls {name!r}, but the row offers {', '.join(offered)}: the model "
+                    "would learn to call functions it was not shown. Offer the function, or drop the row"
+                )
+
+
+def _tool(tool: Any, what: str) -> Tool:
+    tool = from_text(tool, what)
+    if not isinstance(tool, Mapping):
+        raise DataError(f"{what} is {format_value(tool)}: expected {_SPEC}")
+    if tool.get("type", "function") != "function":
+        raise DataError(f"{what} is of the type {tool['type']!r}: only functions can be offered")
+    is_bare = "function" not in tool
+    spec = {key: value for key, value in tool.items() if key != "type"} if is_bare else tool["function"]
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:
+        raise DataError(f"{what} is {format_value(tool)}, which has no name: expected {_SPEC}")
+    spec = dict(spec)
+    if "parameters" in spec:
+        spec["parameters"] = from_text(spec["parameters"], f"`parameters` of {what}")
+        if not isinstance(spec["parameters"], Mapping):
+            raise DataError(f"`parameters` of {what} is {format_value(spec['parameters'])}: expected a JSON schema, an object")
+    return {"type": "function", **({} if is_bare else tool), "function": spec}
+
+
+def _call(call: Any, what: str) -> Call:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"{what} is {format_value(call)}, which names no function: expected {_CALL}")
+    if call.get("type", "function") != "function":
+        raise DataError(f"{what} is of the type {call['type']!r}: only functions can be called")
+    is_empty = "arguments" in function and function["arguments"] in (None, "")  # as some servers return them
+    arguments = from_text(function.get("arguments"), f"`arguments` of {what}") if not is_empty else {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(
+            f"`arguments` of {what} is {format_value(function.get('arguments'))}: expected a JSON object or its text "
+            "({} for none)"
+        )
+    read: Call = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+    return {"id": call["id"], **read} if call.get("id") else read
+
+
+def _without_answered(waiting: list[Call], result: Mapping[str, Any], what: str) -> list[Call]:
+    """The calls that are still without a result."""
+    if not waiting:
+        raise DataError(
+            f"{what} is a tool result but does not match any tool call of the preceding assistant message, or that message is "
+            "not directly before the results"
+        )
+    wanted, name = result.get("tool_call_id"), result.get("name")
+    if wanted is not None:
+        matching = [call for call in waiting if call.get("id") == wanted]
+        pending = [call.get("id") for call in waiting]
+    else:
+        matching = [call for call in waiting if name in (None, call["function"]["name"])]
+        pending = [call["function"]["name"] for call in waiting]
+    if not matching:
+        by = f"tool_call_id {wanted!r}" if wanted is not None else f"name {name!r}"
+        raise DataError(
+            f"{what} has the {by}, which does not match a pending call. Pending calls: {pending}. Use the "
+            "id of the call, or omit the id if calls have none"
+        )
+    return [call for call in waiting if call is not matching[0]]
+
+
+def from_text(value: Any, what: str) -> Any:
+    """A value that may be given as JSON text.
+
+    Args:
+        value: The value, or the text.
+        what: Its name in errors.
+
+    Raises:
+        DataError: The text is not valid JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_json(value)
+    except DataError as error:
+        raise DataError(f"{what} is the text {format_value(value)}: {error}") from error

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
+from rl_core.data.shared_prefix import cat_right_padded
 from rl_core.errors import DataError
 from rl_train.data.mixing import Mixture, row_order
 

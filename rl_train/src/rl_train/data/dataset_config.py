@@ -1,21 +1,35 @@
-"""Sections of the built-in datasets. Does not import torch."""
+"""Sections of the built-in datasets. Does not import torch.
+
+Checks the function, prompt template and first row of a dataset's section. Does not import torch.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
+from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import RunSections
-from rl_core.config.source_tree import KeyPath
-from rl_train.data.dataset_checks import row_conflicts
+from rl_core.errors import DataError
+from rl_core.plugins.component import did_you_mean, is_path
+from rl_core.plugins.import_path import missing_target
+from rl_train.config.schema import DataConfig
+from rl_train.data.records import PACKAGED
 from rl_train.data.row_sections import (
     HuggingFaceSource,
     JsonLinesSource,
+    OnBadRow,
     ParquetSource,
     PreferenceFields,
     RecordFields,
     RowsConfig,
 )
 from rl_train.data.row_sections import OnTooLong as OnTooLong
+from rl_train.data.rows import csv_problem, first_line, parsed
+from rl_train.prompts.prompt_files import prompt_problem
 
 
 class CheckedRows(RowsConfig):
@@ -66,3 +80,115 @@ class HuggingFacePreferenceDatasetConfig(CheckedRows, PreferenceFields, HuggingF
 
     dataset_name: str = "preference_huggingface"
     """Name of a registered dataset, or the dotted path of its class."""
+
+
+_EMPTY = "{path} is empty: a dataset needs at least one row."
+
+
+def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
+    """The wrong keys of a dataset's section, each with the reason.
+
+    Args:
+        config: The section.
+        data: The section `data`, whose `prompt` sets defaults of the dataset.
+    """
+    effective = data.with_prompt(config)
+    wrong_keys = [*_function(config), *_template(config, effective)]
+    yield from wrong_keys
+    shared = data.prompt
+    if shared is not None and shared.prompt_config and prompt_problem(shared.prompt_config, shared.examples_type):
+        return  # reported at `data.prompt`
+    if not wrong_keys and isinstance(config, JsonLinesSource):
+        yield from _first_row(config, effective)
+    elif isinstance(config, ParquetSource | HuggingFaceSource) and _is_empty(Path(config.path)):
+        yield ("path",), _EMPTY.format(path=config.path)
+
+
+def _function(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
+    name = config.record_fn
+    if name is None or name in PACKAGED:
+        return
+    if not is_path(name):
+        packaged = ", ".join(sorted(PACKAGED))
+        yield (
+            ("record_fn",),
+            f"unknown function {name!r}.{did_you_mean(name, [*PACKAGED])} Use {packaged}, or the dotted path of a function.",
+        )
+    elif (problem := missing_target(name)) is not None:
+        yield ("record_fn",), f"{name} cannot be imported: {problem}"
+
+
+def _template(config: RowsConfig, effective: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong with the prompt config and examples, if the dataset itself sets one of the two."""
+    prompt, examples = (getattr(effective, key, None) for key in ("prompt", "examples_type"))
+    own = [key for key in ("prompt", "examples_type") if getattr(config, key, None) is not None]
+    if not own:
+        return
+    if prompt is None:
+        yield ("examples_type",), "has no effect without a prompt config: set `prompt` or `data.prompt.prompt_config`."
+    elif "prompt" in own and (problem := prompt_problem(prompt)) is not None:
+        yield ("prompt",), problem
+    elif examples is not None and (problem := prompt_problem(prompt, examples)) is not None:
+        yield (own[-1],), problem
+
+
+def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Check the first row of a file. Does not call functions of the user."""
+    if (problem := csv_problem(Path(config.path))) is not None:
+        yield ("path",), f"{problem}."
+        return
+    try:
+        first = first_line(Path(config.path))
+    except (DataError, OSError, EOFError, zlib.error):
+        # A folder, another format, or a compression that needs a library: reported by `--deep` and by the run.
+        return
+    if first is None:
+        yield ("path",), _EMPTY.format(path=config.path)
+    elif config.on_bad_row is OnBadRow.ERROR and (config.record_fn is None or config.record_fn in PACKAGED):
+        try:
+            _read(parsed(first[1]), effective)
+        except DataError:
+            # As the run reports it: all bad rows of the file.
+            try:
+                _dataset(effective)
+            except DataError as error:
+                yield (error.key or "path",), str(error)
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether there are files, and none has rows; not all empty ones are found, since Parquet files need pyarrow."""
+    is_empty = False
+    try:
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.is_file():
+                if _has_content(file):
+                    return False
+                is_empty = True
+    except OSError:  # cannot be read: reported by `--deep` and by the run
+        return False
+    return is_empty
+
+
+def _has_content(file: Path) -> bool:
+    """Whether a file is not empty, and if it is a CSV or TSV file, whether a line follows its header."""
+    if file.suffix.lower() not in (".csv", ".tsv"):
+        return file.stat().st_size > 0
+    with file.open(encoding="latin-1") as lines:
+        return len([*islice(filter(str.strip, lines), 2)]) == 2
+
+
+def _dataset(config: RowsConfig) -> None:
+    from rl_train.data.datasets import RecordDataset
+    from rl_train.data.preferences import PreferenceDataset
+
+    (PreferenceDataset if isinstance(config, PreferenceFields) else RecordDataset)(config)
+
+
+def _read(row: dict[str, Any], config: RowsConfig) -> None:
+    from rl_train.data.datasets import RecordReader
+    from rl_train.data.preferences import PairReader
+
+    if isinstance(config, PreferenceFields):
+        PairReader(config).records(row)
+    elif isinstance(config, RecordFields):
+        RecordReader(config, with_examples=False).records(row)

@@ -13,14 +13,13 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.conversation_tokens import decode, encode, plain_pieces
-from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
+from rl_core.data.shared_prefix import cat_right_padded
+from rl_core.data.tokenizer import decode, encode, plain_pieces
 from rl_core.errors import DataError
-from rl_train.data.answer_spans import LocatedText, Render, locate_trained
+from rl_train.data.answer_spans import LocatedText, Render, encode_pieces, locate_trained
 from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, unclosed, with_normalized_calls
-from rl_train.data.guarded_text import guarded
-from rl_train.data.split_encoding import encode_pieces
+from rl_train.data.special_tokens import guarded
 
 Message = dict[str, Any]
 MessageLog = list[Message]

@@ -8,10 +8,9 @@ from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
 from rl_core.errors import DataError, format_value
-from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt
+from rl_train.data.conversations import Messages, check_tool_use, kind_of, read_messages, tools_of, with_system_prompt
 from rl_train.data.records import Records, RowReader
 from rl_train.data.row_sections import PreferenceFields
-from rl_train.data.tool_calls import check_tool_use, tools_of
 
 
 class PreferenceRecord(TypedDict):

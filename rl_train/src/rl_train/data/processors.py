@@ -1,13 +1,26 @@
-"""Turns records into rows: tokenizes, truncates and masks."""
+"""Turns records into rows: tokenizes, truncates and masks.
+
+Tokenizes the records of a dataset on access.
+
+The tokenizer of a policy's section.
+
+Chooses the task of each record: the one that its dataset or the record names, or the only task of the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rl_core.config.policy_sections import PolicyConfig
+from rl_core.data.tokenizer import decode, load_tokenizer
 from rl_core.errors import DataError
+from rl_train.data.datasets import record_of
+from rl_train.data.holdout import row_location
 from rl_train.data.messages import (
     DatumSpec,
     MessageLog,
@@ -17,7 +30,9 @@ from rl_train.data.messages import (
     prompt_log,
     trained_messages,
 )
+from rl_train.data.records import BadRow, BadRowError
 from rl_train.data.row_sections import OnTooLong
+from rl_train.data.special_tokens import control_texts, keeps_text
 
 _ALWAYS_TOKENIZED = 1_000_000
 _CHARACTERS_PER_TOKEN = 100
@@ -251,3 +266,182 @@ def _truncate(log: MessageLog, max_length: int) -> None:
             if isinstance(value, torch.Tensor):
                 message[key] = value[:left]
         left -= len(message["token_ids"])
+
+
+_FIELDS = ("messages", "prompt", "chosen", "rejected", "prefill", "tools")
+_log = logging.getLogger("rlcore")
+
+
+class TokenizedRows(Sequence[Any]):
+    """A dataset whose records are tokenized on access.
+
+    Args:
+        records: map-style dataset of records.
+        process: turns a record into a row; a partial with `tokenizer`, or without it to give no warnings.
+        tasks: the task of each record.
+        name: name of the dataset in errors.
+    """
+
+    def __init__(self, records: Any, process: Callable[..., Any], *, tasks: TaskChoice, name: str = "dataset") -> None:
+        self.records = records
+        self._tokenizer, self._warned_of = getattr(process, "keywords", {}).get("tokenizer"), set[int]()
+        self._process, self._is_end_checked = process, False
+        self._tasks = tasks
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            record = dict(record_of(self.records, index, name=self._name))
+            task = self._tasks.of_record(record.get("task_name"))
+            if task is not None:
+                record["task_name"] = task
+            datum = self._process(record, idx=int(index))
+            if datum.get("task_name") is None and task is not None:  # left out by the processor of a user
+                datum = {**datum, "task_name": task}
+            self._tasks.check(datum.get("task_name"))
+            self._warn_of_control_tokens(record, int(index))
+            self._warn_of_a_missing_end(datum)
+        except DataError as error:
+            raise BadRowError(BadRow.of(self.row_location(index), error)) from error
+        return datum
+
+    def row_location(self, index: int) -> str:
+        """Name of the dataset and location of the row of a record."""
+        return f"{self._name}: {row_location(self.records, index)}"
+
+    def _warn_of_control_tokens(self, record: Mapping[str, Any], index: int) -> None:
+        """Name a row whose text has control tokens: each of the first five, then every hundredth."""
+        tokenizer, fields = self._tokenizer, [record.get(name) for name in _FIELDS]
+        if tokenizer is None or index in self._warned_of or not (names := control_texts(tokenizer, *fields)):
+            return
+        self._warned_of.add(index)
+        if vars(tokenizer).get("parse_control_tokens") or ((count := len(self._warned_of)) > 5 and count % 100):
+            return
+        kept = "is tokenized as text, not as a control token (policy.tokenizer.parse_control_tokens: true changes this)"
+        parsed = f"becomes a control token, because {type(tokenizer).__name__} cannot tokenize it as text. Remove it"
+        become = kept if keeps_text(tokenizer) else parsed
+        where, texts = self.row_location(index), ", ".join(names)
+        _log.warning("%s has the text %s, which %s. Rows with such text so far: %d", where, texts, become, count)
+
+    def _warn_of_a_missing_end(self, datum: Mapping[str, Any]) -> None:
+        """Warn if the first trained answer of supervised training ends with its content."""
+        last = (datum.get("message_log") or [{}])[-1]
+        mask, content = last.get("token_loss_mask"), last.get("content")
+        if self._tokenizer is None or self._is_end_checked or mask is None or not mask.any() or not datum["loss_multiplier"]:
+            return
+        self._is_end_checked = True
+        trained = decode(self._tokenizer, last["token_ids"][mask > 0].tolist()).rstrip()
+        if isinstance(content, str) and content.strip() and not last.get("tool_calls") and trained.endswith(content.rstrip()):
+            _log.warning(
+                "%s: nothing follows the text of answers, so training does not teach the model to end them. Use a chat "
+                "template that writes an end token after each answer (policy.tokenizer.chat_template)",
+                self._name,
+            )
+
+
+def load_policy_tokenizer(policy: PolicyConfig) -> Any:
+    """The tokenizer of a policy's section, with its chat template and template variables.
+
+    Raises:
+        DataError: As `load_tokenizer`.
+    """
+    section, name = policy.tokenizer, policy.tokenizer.name or policy.model_name
+    tokenizer = load_tokenizer(name, chat_template=section.chat_template, chat_template_kwargs=section.chat_template_kwargs)
+    # For checkpoints: where its files are, and whether they have its template.
+    tokenizer.published = name, section.chat_template is None and not section.chat_template_kwargs
+    return with_text_settings(tokenizer, policy)
+
+
+def with_text_settings(tokenizer: Any, policy: PolicyConfig) -> Any:
+    """The tokenizer with the attributes that `rl_train.data.special_tokens` and `guarded_text` read; they are never saved."""
+    tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens
+    tokenizer.parse_control_tokens = policy.tokenizer.parse_control_tokens
+    return tokenizer
+
+
+_UNNAMED = (None, "default")
+"""Task names of records that name no task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskChoice:
+    """The task of each record of a dataset.
+
+    Attributes:
+        fixed: task of all records; None if each record has its own.
+        known: tasks of the run; empty if nothing is scored, so that names are not checked.
+        replaced: name in the records that stands for the only task of the run.
+    """
+
+    fixed: str | None = None
+    known: Collection[str] = ()
+    replaced: str | None = None
+
+    def of_record(self, named: str | None) -> str | None:
+        """The task of a record that names this task, or none.
+
+        Raises:
+            DataError: the name conflicts with that of the first record.
+        """
+        if self.fixed is not None:
+            return self.fixed
+        if len(self.known) != 1:
+            return named
+        if named in self.known and self.replaced is not None:
+            raise DataError(
+                f"its task_name is {named!r}, but that of the first record is {self.replaced!r}, which `env` does not have. "
+                f"Add a section env.{self.replaced}, or correct the name"
+            )
+        return next(iter(self.known)) if named in (*_UNNAMED, self.replaced) else named
+
+    def check(self, task: str | None) -> None:
+        """Check that the task of a row has an environment.
+
+        Raises:
+            DataError: it has none.
+        """
+        if not self.known or task in self.known:
+            return
+        tasks = ", ".join(self.known)
+        if task in _UNNAMED:
+            raise DataError(
+                f"it has no task_name, and `env` has several tasks ({tasks}): set `task_name` in the section of the dataset, "
+                "or in each record"
+            )
+        raise DataError(
+            f"its task_name is {task!r}, but `env` has no such task. Tasks in `env`: {tasks}. Add a section env.{task}, or "
+            "correct the name"
+        )
+
+
+def choose_tasks(records: Any, *, fixed: str | None, known: Collection[str], name: str, component: str | None) -> TaskChoice:
+    """Choose how the records of a dataset get their tasks.
+
+    Args:
+        records: map-style dataset of records.
+        fixed: task that its section sets.
+        known: tasks of the run.
+        name: name of the dataset in warnings.
+        component: its component, whose records may name a task of that name; None if it has none.
+    """
+    if fixed is not None or len(known) != 1 or not len(records):
+        return TaskChoice(fixed=fixed, known=known)
+    try:
+        first = records[0].get("task_name")
+    except DataError:  # a bad row, which is reported or skipped when it is tokenized
+        first = None
+    if first in (*_UNNAMED, *known):
+        return TaskChoice(known=known)
+    if first != component:
+        _log.warning(
+            "the rows of %s name the task %r, which `env` does not have: its only task, %r, scores them. Set `task_name: %s` "
+            "in the section of the dataset if this is intended.",
+            name,
+            first,
+            *known,
+            *known,
+        )
+    return TaskChoice(known=known, replaced=first)

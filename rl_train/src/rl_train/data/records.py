@@ -1,20 +1,34 @@
-"""Sources of rows, and datasets of the records of their valid rows."""
+"""Sources of rows, and datasets of the records of their valid rows.
+
+Functions that turn the fields of a row into a record: the packaged ones, and those given by a path.
+
+A function raises `DataError` for an invalid row, which is then reported with its location, or skipped. Any other exception is
+a bug in the function and ends the run.
+
+Bad rows of a dataset: their locations, and the reasons why they cannot be used.
+
+Fields within fields: `reward_model.ground_truth` is the key `ground_truth` of the field `reward_model`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import string
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, format_value
+from rl_core.plugins.component import is_path
+from rl_core.plugins.import_path import resolve
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
-from rl_train.data.bad_rows import BadRow, BadRowsError, bad_row_lines
-from rl_train.data.json_lines import JsonLines
-from rl_train.data.nested_fields import with_nested_fields
-from rl_train.data.record_functions import load_record_function
+from rl_train.data.conversations import from_text
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
+from rl_train.data.rows import JsonLines
 from rl_train.user_code import reporting_errors
 
 ConfigT = TypeVar("ConfigT", bound=RowsConfig)
@@ -189,3 +203,215 @@ def open_rows(config: RowsConfig) -> Rows:
         case HuggingFaceSource():
             return hugging_face_rows(config.path, subset=config.subset, split=config.split, revision=config.revision)
     raise TypeError(f"{type(config).__name__} is not a source of rows: derive it from a source in dataset_config")
+
+
+RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{instruction, input, output} as a conversation of two messages; `input` may be empty or missing."""
+    instruction, answer = _text(row, "instruction"), _text(row, "output")
+    given = row.get("input") or ""
+    if not isinstance(given, str):
+        raise DataError(f"the field 'input' is {format_value(given)}: expected a text")
+    question = f"{instruction}\n\n{given}" if given else instruction
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{question, answer}, where the number after `####` in the answer is what the environment expects."""
+    question, answer = _text(row, "question"), _text(row, "answer")
+    _, mark, number = answer.rpartition("####")
+    if not mark or not number.strip():
+        raise DataError(f"the field 'answer' has no number after ####: {answer[-60:]!r}")
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "extra_env_info": {"expected_answer": number.strip().replace(",", "")}}
+
+
+_RECORD = ("messages", "tools", "extra_env_info", "task_name", "stop_strings")
+
+
+def record(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{messages} with optional tools, extra_env_info, task_name and stop_strings: an unchanged record."""
+    if row.get("messages") is None:
+        raise DataError(f"the field 'messages' is missing: the row has {sorted(row)}{form_hint(row)}")
+    return {key: row[key] for key in _RECORD if row.get(key) is not None}
+
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+
+
+def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{conversations: [{from, value}]}, with optional `system` and `tools`; the value of a `function_call` is JSON."""
+    turns = row.get("conversations")
+    if not isinstance(turns, list):
+        raise DataError(f"the field 'conversations' is {format_value(turns)}: expected a list of {{from, value}}")
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or turn.get("from") not in _SHAREGPT_ROLES:
+            raise DataError(
+                f"turn {number} of 'conversations' is {format_value(turn)}: expected `from` in {', '.join(_SHAREGPT_ROLES)}"
+            )
+        message = {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+        if turn["from"] == "function_call":
+            called = from_text(turn.get("value"), f"the call in turn {number}")
+            message.update(content="", tool_calls=called if isinstance(called, list) else [called])
+        messages.append(message)
+    if row.get("system") and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return {"messages": messages, "tools": row.get("tools") or []}
+
+
+PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}
+
+
+_FIELDS = {"sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
+
+
+def form_hint(row: Mapping[str, Any]) -> str:
+    """The rest of an error about a row that has the fields of a packaged function; '' for other rows."""
+    found = next((name for name, fields in _FIELDS.items() if fields <= row.keys()), None)
+    return "" if found is None else f". It has the fields of {found}: set `record_fn: {found}`"
+
+
+def load_record_function(name: str) -> RecordFunction:
+    """The packaged function of this name, or the one at this path.
+
+    Raises:
+        ConfigError: The function does not exist.
+    """
+    if name not in PACKAGED and not is_path(name):
+        raise ConfigError(f"record_fn is {name!r}: expected {', '.join(PACKAGED)}, or the path of a function.")
+    return PACKAGED[name] if name in PACKAGED else load_function(name, "record_fn")
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """The function at `package.module.function` or `package.module:function`.
+
+    Args:
+        path: The import path.
+        key: The config key of the function, for errors.
+
+    Raises:
+        ConfigError: The module cannot be imported, or has no such function.
+    """
+    function: Callable[..., Any] = resolve(path, key=key)
+    if not callable(function):
+        raise ConfigError(f"`{key}`: {path!r} is {function!r}, not a function.")
+    return function
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise DataError(f"the field {key!r} is {format_value(value)}: expected a text, and the row has {sorted(row)}")
+    return value
+
+
+_MOST_SPANS = 200
+"""Most locations of a cause that are listed; consecutive rows are one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRow:
+    """A row that cannot be used; rows with the same `cause` failed the same check."""
+
+    location: str
+    reason: str
+    cause: Hashable
+
+    @classmethod
+    def of(cls, location: str, error: DataError) -> BadRow:
+        """The row at a location, for which an error was raised and caught."""
+        frames = traceback.walk_tb(error.__traceback__)
+        return cls(
+            location=location,
+            reason=str(error),
+            cause=tuple((frame.f_code.co_filename, line) for frame, line in frames),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.reason}"
+
+
+class BadRowError(DataError):
+    """A row cannot be used."""
+
+    def __init__(self, row: BadRow) -> None:
+        super().__init__(str(row))
+        self.row = row
+
+
+class BadRowsError(DataError):
+    """Some or all rows cannot be used.
+
+    Args:
+        rows: The bad rows; at least one.
+        total: Number of rows that were read.
+        rows_of: Names these rows after "9 of", such as "60 rows of pairs.jsonl".
+        remedy: How to continue without bad rows.
+        key: The config key at fault.
+    """
+
+    def __init__(self, rows: Sequence[BadRow], *, total: int, rows_of: str, remedy: str, key: str | None = None) -> None:
+        lines, text = bad_row_lines(rows), str(rows[0]).rstrip(".")
+        if len(rows) == total > 1 and len(lines) == 1:
+            text += f". It is the same in all {total} rows"
+        elif len(rows) > 1:
+            text = f"{len(rows)} of {rows_of} cannot be used:" + "".join(f"\n  {line}" for line in lines)
+        super().__init__(text if len(rows) == total else f"{text}{'. ' if len(rows) == 1 else chr(10)}{remedy}", key=key)
+        self.rows, self.total, self.rows_of = rows, total, rows_of
+
+
+def bad_row_lines(rows: Sequence[BadRow]) -> list[str]:
+    """For each cause, the most frequent first: the locations of all its rows, and the reason of the first."""
+    by_cause: dict[Hashable, list[BadRow]] = {}
+    for row in rows:
+        by_cause.setdefault(row.cause, []).append(row)
+    groups = sorted(by_cause.values(), key=len, reverse=True)
+    return [f"{_locations(group)}: {group[0].reason}" for group in groups]
+
+
+def _locations(rows: Sequence[BadRow]) -> str:
+    """`rows.jsonl:3, 7-9`, or of several files one after the other. A location of a user's dataset may have no number."""
+    by_prefix: dict[str, list[int]] = {}
+    for row in rows:
+        prefix = row.location.rstrip(string.digits)
+        numbers = by_prefix.setdefault(prefix, [])
+        if number := row.location.removeprefix(prefix):
+            numbers.append(int(number))
+    return "; ".join(f"{prefix}{_spans(numbers)}" for prefix, numbers in by_prefix.items())
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    spans = []
+    for _, run in itertools.groupby(enumerate(sorted(set(numbers))), lambda at: at[1] - at[0]):
+        first, *others = (number for _, number in run)
+        spans.append(f"{first}-{others[-1]}" if others else str(first))
+    more = f" and {len(spans) - _MOST_SPANS} more" if len(spans) > _MOST_SPANS else ""
+    return ", ".join(spans[:_MOST_SPANS]) + more
+
+
+def field_value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, which may be nested; None if the row has none. A field with exactly this name takes precedence."""
+    value: Any = row
+    for key in [name] if name in row else name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_nested_fields(row: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The row with the nested fields of these names in addition, even if they are null, except those that it lacks."""
+    found = {}
+    for parent, _, key in (name.rpartition(".") for name in names if name not in row):
+        if isinstance(fields := field_value(row, parent), Mapping) and key in fields:
+            found[f"{parent}.{key}"] = fields[key]
+    return {**row, **found}

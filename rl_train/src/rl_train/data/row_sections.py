@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.schema import DatasetConfig
+from rl_core.config.section import INPUT_PATH, NAME_OR_PATH
 
 
 class OnBadRow(StrEnum):

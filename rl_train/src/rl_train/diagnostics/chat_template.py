@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-from rl_core.data.conversation_tokens import encode
+from rl_core.data.tokenizer import encode
 from rl_core.errors import DataError
 from rl_train.data.messages import get_first_index_that_differs, get_formatted_message_log
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus

@@ -1,44 +1,57 @@
-"""Evaluates a config's model, or a checkpoint of it, on the validation data."""
+"""Evaluates a config's model, or a checkpoint of it, on the validation data.
+
+Runs all diagnoses of a config's policy, engine and model before a run. Does not train.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl_core.data.process_seed import seed_process
-from rl_core.errors import ConfigError
+from rl_core.dispatch.worker_facade import WorkerFacade
+from rl_core.errors import ConfigError, NotSupportedError, WeightSyncError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.collector import make_collector
 from rl_train.assembly.error_locations import with_location
-from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.parts import make_collector
+from rl_train.assembly.preparation import Preparation, inputs_of
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
-from rl_train.assembly.run_inputs import inputs_of
+from rl_train.assembly.run_assembly import PolicyAndEngine, PolicyAndEnginePlan
 from rl_train.assembly.workers import Builder
 from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.state import read_state
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.components import sections_of
+from rl_train.config.rules.rollouts import declares_own_weights
 from rl_train.config.rules.rule import CheckedConfig, Use
-from rl_train.config.rules.sampling import declares_own_weights
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.diagnostics.chat_template import check_chat_template
+from rl_train.diagnostics.decoding import (
+    USUAL_ERROR,
+    check_decode_against_prefill,
+    check_engine_against_policy,
+    check_length_limit,
+)
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
+from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings, read_embeddings
+from rl_train.diagnostics.model_files import ModelFiles, read_model_files
+from rl_train.logprob_agreement import LogProbabilityAgreement, compare_log_probabilities
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import Group, Scores, default_ks, grouped, score
-from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.failures import refuse_any_failure
-from rl_train.rollouts.summary import environment_metrics
+from rl_train.rollouts.environment_pool import refuse_any_failure
+from rl_train.rollouts.evaluation import Evaluation, Group, Scores, correct_rollouts, default_ks, grouped, score
+from rl_train.rollouts.records import environment_metrics
 from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
 
 _SCORING = ("env.", "policy.tokenizer", "data.prompt")
@@ -116,7 +129,7 @@ class EvaluationPlan:
         modes: the evaluation modes, run one after the other.
         changed_code: the environments, prompts and templates that differ from those of the checkpoint's run, in words by key.
         reward_above: reward threshold for a correct sample, instead of the environment's own; see
-            `rl_train.rollouts.correctness.correct_rollouts`.
+            `rl_train.rollouts.evaluation.correct_rollouts`.
     """
 
     loaded: LoadedConfig
@@ -328,3 +341,62 @@ def _eval_modes(config: RunConfig, *, samples: int | None, greedy: bool, ks: Seq
         )
         for is_greedy, count in sampling
     ]
+
+
+def measure_agreement(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogProbabilityAgreement:
+    """Log-probability agreement of engine and policy on samples from the plan's prompts."""
+    return compare_log_probabilities(pair.policy, pair.generation, plan.prompts.batch)
+
+
+def usual_error(pair: PolicyAndEngine) -> float:
+    """Largest usual exp(mean |d|) for the dtypes of policy and engine."""
+    types = {pair.config.policy.dtype_name, *pair.engine_precision().split(", ")}
+    return max(USUAL_ERROR.get(name, USUAL_ERROR["bfloat16"]) for name in types)
+
+
+def diagnose(plan: PolicyAndEnginePlan) -> Iterator[Diagnosis]:
+    """Yields each diagnosis when it is done; those without a worker process come first.
+
+    Raises:
+        RLCoreError: a backend failed, so no diagnosis is possible.
+    """
+    files = read_model_files(plan.config.policy.model_name, plan.tokenizer)
+    section = plan.config.policy.generation
+    assert section is not None
+    yield from check_chat_template(
+        plan.tokenizer,
+        plan.prompts.questions[0],
+        stop_ids=files.end_ids | set(section.stop_token_ids or ()),
+        stop_strings=section.stop_strings or (),
+    )
+    with plan.started() as pair:
+        yield from _check_embeddings(pair, plan, files)
+        threshold = usual_error(pair)
+        yield check_length_limit(pair.generation, plan.prompts.token_ids(), limit=_limit(pair))
+        yield check_decode_against_prefill(pair.generation, plan.prompts.batch, threshold=threshold)
+        yield check_engine_against_policy(pair.policy, pair.generation, plan.prompts.batch, threshold=threshold)
+
+
+def _check_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: ModelFiles) -> Iterator[Diagnosis]:
+    try:
+        weights = read_embeddings(pair.policy, by_reference=pair.by_reference)
+    except (NotSupportedError, WeightSyncError) as error:
+        yield Diagnosis(
+            name="embeddings",
+            status=DiagnosisStatus.WARNING,
+            found=f"the policy's embeddings could not be read: {error}",
+            why="Whether their rows were trained, and whether they are tied, is unknown.",
+            remedy="Diagnose on the node where the policy's rank 0 runs, or with another policy backend.",
+        )
+        return
+    used = {int(token) for row in plan.prompts.token_ids() for token in row}
+    yield check_token_rows(weights.input, tokenizer=plan.tokenizer, used_ids=used)
+    yield check_untrained_embeddings(weights.input, tokenizer=plan.tokenizer, used_ids=used)
+    yield check_tied_embeddings(weights, declared=files.tie_word_embeddings)
+
+
+def _limit(pair: PolicyAndEngine) -> int:
+    """The length limit of the config: the smaller of the limits of policy and engine."""
+    limit = pair.config.policy.max_total_sequence_length
+    facts = pair.generation.facts if isinstance(pair.generation, WorkerFacade) else {}
+    return min(limit, int(facts.get("max_model_len", limit)))

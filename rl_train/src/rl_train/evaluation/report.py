@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_train.atomic_writes import write_atomically
 from rl_train.evaluation.evaluate import EvaluatedWeights, EvaluationPlan, EvaluationResult, ModeResult
-from rl_train.rollouts.eval_metrics import Group, Scores
+from rl_train.files import write_atomically
+from rl_train.rollouts.evaluation import Group, Scores
 from rl_train.rollouts.records import rollout_records
-from rl_train.run_folders.provenance import environment
+from rl_train.run_folders.run_folder import environment
 
 FORMAT = 2
 """Version of the JSON; increased when a key is removed or changes its meaning."""

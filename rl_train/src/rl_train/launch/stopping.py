@@ -1,15 +1,22 @@
-"""Stop signals: the first ends a run after the current step with a checkpoint, the second at once."""
+"""Stop signals: the first ends a run after the current step with a checkpoint, the second at once.
+
+Calls the event hooks of plugins.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rl_train.errors import RunInterrupted, StopReason
+from rl_core.plugins import hookspecs
+from rl_core.plugins.component import Plugin, describe
+from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
+from rl_train.errors import PluginHookError, RunInterrupted, StopReason
 from rl_train.run import Run
 
 _log = logging.getLogger("rlcore")
@@ -96,3 +103,41 @@ class StopSignals:
         # A signal to the main thread also interrupts its blocking system calls.
         self._is_over = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
+
+
+def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:
+    """Call one event hook of every working plugin, the last registered first.
+
+    The remaining plugins are called even if one raises.
+
+    Args:
+        manager: The plugins.
+        event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
+        **arguments: All arguments of the hook's specification.
+
+    Raises:
+        PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
+        ValueError: The event hook does not exist, or the arguments do not match its specification.
+    """
+    if event not in EVENT_HOOKS:
+        raise ValueError(f"There is no event hook {event!r}.")
+    parameters = set(inspect.signature(getattr(hookspecs, event)).parameters)
+    if set(arguments) != parameters:
+        raise ValueError(f"{event} takes {sorted(parameters)}, not {sorted(arguments)}.")
+    failures: list[tuple[Plugin, Exception]] = []
+    for plugin, implementation in manager.event_hooks(event):
+        try:
+            implementation.function(*(arguments[name] for name in implementation.argnames))
+        except Exception as error:
+            failures.append((plugin, error))
+    if failures:
+        raise _hook_error(event, failures) from failures[0][1]
+
+
+def _hook_error(event: str, failures: Sequence[tuple[Plugin, Exception]]) -> PluginHookError:
+    raised = [f"{event} of the plugin {plugin.name!r} ({plugin.label}) raised {describe(error)}." for plugin, error in failures]
+    names = ",".join(plugin.name for plugin, _ in failures)
+    return PluginHookError("\n".join([*raised, f"To run without it: {DISABLE_VARIABLE}={names}"]))

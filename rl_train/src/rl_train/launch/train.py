@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rl_core.cluster import daemons
-from rl_core.data.conversation_tokens import decode
+from rl_core.data.tokenizer import decode
 from rl_core.errors import ConfigError, NotSupportedError, RayDiedError, UserError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
@@ -27,23 +27,27 @@ from rl_train.checkpoints.inputs import Inputs
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.device_defaults import precisions_of, saved_precisions, with_precisions
 from rl_train.config.loader import LoadedConfig, load_config
-from rl_train.config.rules.required_sections import validates
+from rl_train.config.rules.components import validates
 from rl_train.config.rules.rule import Stage
-from rl_train.config.schedule_lengths import schedule_changes
+from rl_train.config.schedules import schedule_changes
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
-from rl_train.launch.events import call_event
-from rl_train.launch.stopping import StopSignals
-from rl_train.metrics.console import ConsoleLogger
+from rl_train.launch.stopping import StopSignals, call_event
+from rl_train.metrics.console import ConsoleLogger, SamplePrinter
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import progress_file, reported_start
-from rl_train.metrics.samples import SamplePrinter
-from rl_train.plan.warning import warn_if_too_large
+from rl_train.plan.suggestions import warn_if_too_large
 from rl_train.plugin_warnings import plugin_warnings
 from rl_train.run import Run
-from rl_train.run_folders.provenance import CONFIG, write_origins
-from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_again_if_deleted, lock_run_folder
+from rl_train.run_folders.run_folder import (
+    CONFIG,
+    ResumePoint,
+    choose_start,
+    lock_again_if_deleted,
+    lock_run_folder,
+    write_origins,
+)
 from rl_train.run_folders.status import Status
 
 _log = logging.getLogger("rlcore")

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_core.errors import DataError
-from rl_train.atomic_writes import write_atomically
-from rl_train.metrics.logger import Logger
-from rl_train.metrics.timeline import Timeline
+from rl_train.files import write_atomically
+from rl_train.metrics.logger import Logger, Timeline
 
 METRICS = "metrics.jsonl"
 """In the run folder: one object per step."""

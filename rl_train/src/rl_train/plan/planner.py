@@ -2,25 +2,190 @@
 
 On GPUs, models and engine use the memory one after the other, as `rl_train.weight_sync.device_memory` arranges it; on CPUs,
 nothing moves.
+
+The rows that a step computes together, from the config alone: numbers of rows and their largest possible length.
+
+The predicted memory of a run: bytes by process, phase and part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, Protocol
 
+from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
+from rl_core.data.shared_prefix import MAX_SHARE
 from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
 from rl_core.weights.source import MOST_BYTES_ON_CPU
-from rl_train.assembly.losses import loss_of
+from rl_train.assembly.parts import loss_of
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
-from rl_train.plan.memory_plan import MemoryPlan, Parts, ProcessPlan
-from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step, with_shared_prefixes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Rows of one pass, all of the largest possible length.
+
+    Attributes:
+        rows: Number of rows, at least 1.
+        length: Their length in tokens.
+        several: Whether an optimizer step has more than one.
+    """
+
+    rows: int
+    length: int
+    several: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and length."""
+        return self.rows, self.length
+
+
+def rows_of_step(run: RunConfig) -> int:
+    """Number of rows of a step over all ranks; of preference pairs, both rows count."""
+    needs = run.algorithm.runtime_needs
+    if needs.rollouts is not None:
+        return needs.rollouts.rows_per_draw
+    if needs.records is not None:
+        return needs.records.records_per_step * (2 if needs.records.pairs else 1)
+    return 1
+
+
+def longest_prompt(run: RunConfig) -> int:
+    """Length in tokens of the longest prompt whose completion can still have all of its new tokens; at least 1."""
+    generation = run.policy.generation
+    new_tokens = 0 if generation is None else generation.max_new_tokens
+    return max(1, run.policy.max_total_sequence_length - new_tokens)
+
+
+def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microbatch:
+    """The largest microbatch of a model on one rank; with `sequence_packing`, one row of the token budget."""
+    length, ranks = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), model.data_ranks(run.cluster)
+    rows = rows_of_step(run)
+    if training:
+        rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)
+    on_rank = max(1, -(-rows // ranks))
+    _, limit, _ = model.microbatch_limit(training=training)
+    if model.sequence_packing.enabled:
+        tokens = min(limit, on_rank * length)
+        return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
+    together = max(1, limit // length) if model.dynamic_batching.enabled else limit
+    return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)
+
+
+def with_shared_prefixes(run: RunConfig, batch: Microbatch) -> Microbatch:
+    """The largest microbatch if rows of the same prompt compute it once; such rows become one sequence.
+
+    All completions have the maximum length. The prompt is the longest one, or the longest one with which sharing is not
+    worthwhile, whichever has more tokens to compute.
+    """
+    rollouts = run.algorithm.runtime_needs.rollouts
+    prompt = min(longest_prompt(run), batch.length)
+    completion = batch.length - prompt
+    if rollouts is None or batch.rows == 1:
+        return batch
+    prompts = -(-batch.rows // min(batch.rows, rollouts.samples_per_prompt))
+    saved = MAX_SHARE * batch.rows - prompts
+    alone = prompt
+    if saved > 0:
+        alone = min(prompt, int((1 - MAX_SHARE) * batch.rows * completion / saved))
+    together = prompts * prompt + batch.rows * completion
+    if alone == prompt or batch.rows * (alone + completion) >= together:
+        return replace(batch, length=alone + completion)
+    return replace(batch, rows=1, length=together)
+
+
+Parts = Mapping[str, int]
+"""Bytes by part, such as `weights` or `activations`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """The predicted memory of a process, or of one GPU.
+
+    Attributes:
+        name: What runs in it: `policy`, `engine`, `driver`, or several of them joined by ` + `.
+        count: Number of equal ones on one machine.
+        phases: The parts that are in memory in each phase of a step; not empty.
+    """
+
+    name: str
+    count: int
+    phases: Mapping[str, Parts]
+
+    def bytes_in(self, phase: str) -> int:
+        """Bytes of one process in a phase; in a phase that does not concern it, those of its phase with the fewest."""
+        if phase in self.phases:
+            return sum(self.phases[phase].values())
+        return min(sum(parts.values()) for parts in self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the most bytes."""
+        return max(self.phases, key=self.bytes_in)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of one process in its peak phase."""
+        return self.bytes_in(self.peak_phase)
+
+    @property
+    def largest_part(self) -> str:
+        """The part with the most bytes in the peak phase."""
+        parts = self.phases[self.peak_phase]
+        return max(parts, key=lambda part: parts[part])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The predicted memory of a run.
+
+    Attributes:
+        processes: On GPUs, one entry describes each GPU.
+        on_gpu: Whether `limit` is the memory of one GPU; otherwise, of the machine.
+        limit: Bytes that are available; None if unknown.
+        undescribed: Models, and the engine, whose backends do not describe their memory, one sentence fragment each.
+        not_counted: What else the plan leaves out or assumes, in the same form.
+    """
+
+    processes: tuple[ProcessPlan, ...]
+    on_gpu: bool
+    limit: int | None
+    undescribed: tuple[str, ...]
+    not_counted: tuple[str, ...]
+
+    def bytes_in(self, phase: str) -> int:
+        """Bytes of all processes of the machine in a phase; on GPUs, those of one GPU."""
+        return sum(process.bytes_in(phase) * (1 if self.on_gpu else process.count) for process in self.processes)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the most bytes in all processes."""
+        return max((phase for process in self.processes for phase in process.phases), key=self.bytes_in)
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the peak phase."""
+        return self.bytes_in(self.peak_phase)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the limit; None if there is no limit, or if only a part of the run is described."""
+        if self.limit is None or (self.undescribed and self.peak <= self.limit):
+            return None
+        return self.peak <= self.limit
+
+    @property
+    def largest_process(self) -> ProcessPlan:
+        """The process that needs the most in the peak phase."""
+        return max(self.processes, key=lambda process: process.bytes_in(self.peak_phase) * process.count)
+
 
 _DRIVER_LIBRARIES: Final = 470 * 2**20
 """Proportional set size of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of
@@ -68,7 +233,7 @@ class ModelMemory(Protocol):
         """Whether rows of the same prompt compute its common prefix once."""
 
     def matrix_sizes(self) -> Mapping[str, float]:
-        """Numbers of weights that a token is multiplied with, by kind; see `rl_train.metrics.model_flops`."""
+        """Numbers of weights that a token is multiplied with, by kind; see `rl_train.metrics.measured`."""
 
     @property
     def stages(self) -> int:

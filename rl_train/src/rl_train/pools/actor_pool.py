@@ -2,6 +2,8 @@
 
 State that an actor keeps between calls is lost with it, so workers should be stateless, or nearly so. A thread per pool assigns
 calls to actors, so calls may be submitted from any thread, and none waits for calls that were submitted together with it.
+
+The state of an actor pool: submitted calls, and the actors that run them.
 """
 
 from __future__ import annotations
@@ -13,20 +15,19 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import daemons
-from rl_core.cluster.deadlines import Deadlines, deadline_error
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, is_wrapped, pack_worker, plain_class, ray_options, wait_exited
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.cluster.worker_group import Deadlines, PendingCall, deadline_error
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_train.pools.pool import ActorKey, Pool, class_path
-from rl_train.pools.slots import Slot, SubmittedCall, too_many_starts
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -347,3 +348,60 @@ class ActorPool(Pool):
             calls, self._waiting = self._waiting, deque()
         for call in calls:
             call.settle(error=error)
+
+
+@dataclass(eq=False, kw_only=True)
+class SubmittedCall:
+    """A submitted call."""
+
+    method: str
+    args: tuple[Any, ...]
+    deadline_s: float
+    on: ActorKey | None = None
+    """The only actor that may run it."""
+    future: Future[Any] = field(default_factory=Future)
+
+    def mark_running(self) -> bool:
+        """Mark it as running; False if it was cancelled before."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        """End the call with a value or an error, unless it was cancelled."""
+        if not self.mark_running():
+            return
+        if error is None:
+            self.future.set_result(value)
+        else:
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot of the pool: its actor, and the actor's current calls."""
+
+    actor: RemoteActor
+    key: ActorKey
+    building: ActorCall | None
+    """The start of the actor; None once it is ready."""
+    until: float
+    """Deadline of the start."""
+    tries: int = 1
+    """Number of actors that were started in a row without becoming ready."""
+    failed: bool = False
+    """Whether the start failed; another actor is started only once all slots have failed."""
+    running: dict[Any, tuple[SubmittedCall, ActorCall, float]] = field(default_factory=dict)
+    """By reference: the submitted call, its attempt on this actor, its deadline."""
+
+    def has_capacity(self, max_concurrency: int) -> bool:
+        """Whether the actor can take another call."""
+        return self.building is None and not self.failed and len(self.running) < max_concurrency
+
+
+def too_many_starts(
+    pool: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
+) -> WorkerDiedError | DeadlineExceededError:
+    """The error of an actor whose start failed too often; contains the last error."""
+    return type(error)(
+        f"pool '{pool}': building the actor failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
+        f"(max_restarts={max_restarts}); the last error:\n{error}"
+    )

@@ -1,6 +1,8 @@
 """Environments and agents that run with another interpreter (`env.<task>.python`), which the driver does not import.
 
 Backends that do are imported by the driver as well; it only asks whether their workers can be.
+
+The worker that runs agents with another interpreter.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from typing import Any
 
 from rl_core.cluster.isolation import probe, runtime_env_of
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError, UserError, with_key
-from rl_core.interfaces.messages import ToolSpec
+from rl_core.event_loop import finished
+from rl_core.interfaces.records import ToolSpec
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.import_path import MODULE_FOLDERS, resolve
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import constructor_config
+from rl_core.testing.environments.checks import constructor_config
 from rl_train.pools import component_probe
 from rl_train.pools.actor_pool import ActorPool
-from rl_train.pools.agent_host import AgentHost
 
 AGENT_TARGET = "rl_train.agents.environment:AgentEnvironment"
 """Target of the components whose agents return the reward. It has no steps, and runs with the driver's interpreter."""
@@ -207,3 +209,18 @@ def _probed(
 @lru_cache(maxsize=64)
 def _answer(path: str, request: str) -> dict[str, Any]:
     return probe(path, Path(component_probe.__file__).read_text(), request)
+
+
+class AgentHost:
+    """Calls an agent, also several times at once in separate threads.
+
+    Args:
+        agent: Import path of the function.
+    """
+
+    def __init__(self, agent: str) -> None:
+        self._agent = resolve(agent, key="agent")
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """What the agent returns for these keyword arguments."""
+        return finished(self._agent(**arguments))

@@ -1,4 +1,7 @@
-"""The section of an environment whose rewards are plain functions. Does not import torch."""
+"""The section of an environment whose rewards are plain functions. Does not import torch.
+
+The sections of tasks whose agents return the reward. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import missing_target
 from rl_core.testing.outputs.reserved_names import reserved_reward
@@ -95,3 +98,41 @@ class FunctionEnvironmentConfig(EnvironmentConfig):
         if self.reward_fn is None and not self.reward_fns:
             raise ValueError("set reward_fn, or reward_fns for several functions")
         return self
+
+
+class AgentEnvironmentConfig(EnvironmentConfig):
+    """`env.<task>` with an `agent` and no environment: the agent returns the reward of its rollout."""
+
+    @model_validator(mode="after")
+    def _has_an_agent(self) -> AgentEnvironmentConfig:
+        if self.agent is None:
+            raise ValueError("environment `agent` does not score anything: set `agent` to the dotted path of a function")
+        return self
+
+
+class InspectConfig(AgentEnvironmentConfig):
+    """`env.inspect`: a task of Inspect (inspect-ai), whose solver and scorers run each rollout."""
+
+    agent: str | None = "rl_train.agents.inspect_task:solve"
+    """Import path of the agent that runs the task."""
+    task: str
+    """Import path of a function that returns the task, such as `my_tasks:sums`."""
+    task_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function."""
+    target_key: str = "expected_answer"
+    """Key of the row's metadata with the sample's target; empty if a row lacks it."""
+
+
+class VerifiersConfig(AgentEnvironmentConfig):
+    """`env.verifiers`: a taskset of verifiers, whose task runs and scores each rollout."""
+
+    agent: str | None = "rl_train.agents.verifiers_task:solve"
+    """Import path of the agent that runs the task."""
+    taskset: str
+    """Name of the package or module that exports the taskset. Its tasks are not loaded: each row is the data of one."""
+    taskset_args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the taskset, such as `task`."""
+    fields: dict[str, str] = Field(default_factory=lambda: {"answer": "expected_answer"})
+    """Fields of the task's data by keys of the row's metadata; keys with the name of a field need no entry."""
+    harness: dict[str, Any] | None = None
+    """Harness that talks to the model, such as `{id: bash}`. By default, one response to the prompt."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from rl_core.errors import DeadlineExceededError
+from rl_train.metrics.logger import Timeline
 from rl_train.metrics.progress import RolloutCounts
-from rl_train.metrics.timeline import Timeline
 
 ENGINE, ENVIRONMENT = "the engine", "the environment"
 _BINS = 60

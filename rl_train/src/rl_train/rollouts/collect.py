@@ -1,28 +1,268 @@
-"""Runs rollouts concurrently: one coroutine per rollout, so that none waits for the turns of others."""
+"""Runs rollouts concurrently: one coroutine per rollout, so that none waits for the turns of others.
+
+Streams the canary's rows as rollouts are streamed: one by one, in their event loop, and over a refit.
+
+The event loop of all rollouts of a run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import logging
+import threading
+import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
+from rl_train.pools.pool import PausingLoop, running_loop
 from rl_train.rollouts.activity import ActivityLog, RolloutActivity
 from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
-from rl_train.rollouts.engines import BatchSampler, RolloutSampler, RowSampler, TurnSampler
-from rl_train.rollouts.failures import RolloutTimeoutError, StepFailedError
-from rl_train.rollouts.loop import RolloutLoop
-from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.engines import BatchSampler, RolloutSampler, RowSampler, SampledTurn, TurnRequest, TurnSampler
+from rl_train.rollouts.environment_pool import RolloutTimeoutError, StepFailedError
 from rl_train.rollouts.sessions import Session, StepQueue
-from rl_train.rollouts.trajectory import Trajectory
+from rl_train.rollouts.trajectory import SampleStream, Trajectory
 from rl_train.tools.parsers import ToolCallParser
+from rl_train.weight_sync.canary import RowStreaming
+
+
+def stream_rows_of(collector: Collector, *, over_refits: bool) -> RowStreaming:
+    """`RowStreaming` with the engine and the event loop of a run's rollouts.
+
+    Args:
+        collector: plays the rollouts.
+        over_refits: whether rows may be in progress at a refit; otherwise they begin after it.
+    """
+
+    @contextmanager
+    def stream(rows: BatchedDataDict[Any], greedy: bool) -> Iterator[Callable[[], BatchedDataDict[Any]]]:
+        streams = _Streams(collector, rows, greedy=greedy)
+        try:
+            if over_refits:
+                streams.start()
+                streams.await_first()
+            yield streams.finish
+        finally:
+            streams.cancel()
+
+    return stream
+
+
+class _Streams:
+    """Rows that are sampled repeatedly, until each has tokens of the engine's newest weights."""
+
+    def __init__(self, collector: Collector, rows: BatchedDataDict[Any], *, greedy: bool) -> None:
+        self._generation, self._loop, self._rows = collector.generation, collector.loop, rows
+        self._pad_token_id = collector.tokenizer.pad_token_id
+        self._sampler = RowSampler(self._generation, greedy=greedy, pad_token_id=self._pad_token_id, one_turn=True)
+        self._version: int | None = None
+        """The version that rows must reach; None before the refit has ended."""
+        self._turns: dict[int, SampledTurn] = {}
+        self._first_ended = asyncio.Event()
+        self._future: Future[None] | None = None
+
+    def start(self) -> None:
+        self._future = self._loop.start(gather_or_cancel([self._repeat(row) for row in range(self._rows.size)]))
+
+    def await_first(self) -> None:
+        """Wait until a row has ended, so that the engine samples the others."""
+        self._loop.run(self._first_ended.wait(), meanwhile=self._generation.await_weights)
+
+    def finish(self) -> BatchedDataDict[Any]:
+        self._version = self._generation.weight_version
+        if self._future is None:
+            self.start()
+        assert self._future is not None
+        self._loop.wait(self._future.done, meanwhile=self._generation.await_weights)
+        self._future.result()
+        return self._output([self._turns[row] for row in range(self._rows.size)])
+
+    def cancel(self) -> None:
+        if self._future is not None:
+            self._future.cancel()
+
+    async def _repeat(self, row: int) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._version is not None
+            try:
+                turn = self._turns[row] = await self._sampler.sample(self._request(row))
+            finally:
+                self._first_ended.set()
+                self._sampler.rollout_ended(row)
+            # A row that began before the refit may also have ended before it.
+            is_last |= self._version is not None and int(_versions(turn)[-1]) == self._version
+
+    def _request(self, row: int) -> TurnRequest:
+        prompt = self._rows["input_ids"][row, : int(self._rows["input_lengths"][row])]
+        return TurnRequest(
+            token_ids=prompt,
+            stop_strings=None,
+            seed=int(self._rows["sample_seeds"][row]),
+            prompt_id=-1 - row,  # that of no rollout, so that the rows are divided among the replicas
+            position=row,
+            messages=[],
+            max_new_tokens=int(self._rows["max_new_tokens"][row]),
+        )
+
+    def _output(self, turns: list[SampledTurn]) -> BatchedDataDict[Any]:
+        prompts = [self._request(row).token_ids for row in range(len(turns))]
+        lengths = torch.tensor([len(turn.token_ids) for turn in turns])
+
+        def padded(values: list[torch.Tensor], padding: float) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding)
+
+        rows = list(zip(prompts, turns, strict=True))
+        return BatchedDataDict(
+            {
+                "output_ids": padded([torch.cat([prompt, turn.token_ids]) for prompt, turn in rows], self._pad_token_id),
+                "logprobs": padded([torch.cat([torch.zeros(len(prompt)), turn.logprobs]) for prompt, turn in rows], 0.0),
+                "token_versions": padded(
+                    [torch.cat([torch.full_like(prompt, -1), _versions(turn)]) for prompt, turn in rows], -1
+                ),
+                "generation_lengths": lengths,
+                "unpadded_sequence_lengths": lengths + torch.tensor([len(prompt) for prompt in prompts]),
+                "weight_version": torch.tensor([turn.weight_version for turn in turns]),
+                "newest_version": torch.tensor([int(_versions(turn)[-1]) for turn in turns]),
+            }
+        )
+
+
+def _versions(turn: SampledTurn) -> torch.Tensor:
+    """[T'] int64, the version of each token."""
+    return torch.full_like(turn.token_ids, turn.weight_version) if turn.token_versions is None else turn.token_versions
+
+
+ResultT = TypeVar("ResultT")
+
+_CHECK_S = 0.1
+"""Interval in which a thread that waits for rollouts checks whether it must do something for them."""
+_STOP_S = 10.0
+"""Maximum time that cancelled coroutines may take to end."""
+
+
+class RolloutLoop:
+    """An event loop that keeps its rollouts from one call to the next, until it is closed.
+
+    The loop runs in its own thread, so rollouts continue during training. For an engine that computes in the calling thread, it
+    only runs while that thread waits.
+
+    Args:
+        threaded: whether it has its own thread. In a thread that runs an event loop itself, such as that of a notebook, it
+            always has one.
+        takes_turns: whether that thread also runs it only while another one waits, because engine and training would slow each
+            other down on the cores that they share.
+    """
+
+    def __init__(self, *, threaded: bool = False, takes_turns: bool = False) -> None:
+        self._threaded, self._takes_turns = threaded, takes_turns
+        self._is_awaited = threading.Event()
+        """Ends the pause between two turns."""
+        self._loop = PausingLoop()
+        self._loop.set_exception_handler(_report_unless_interrupted)
+        self._threads: list[threading.Thread] = []
+        """The loop's own thread, if it has one."""
+        self._changed = threading.Condition()
+        self.awaited_since: float | None = None
+        """Since when a thread waits for rollouts, in seconds of `time.perf_counter`; None if none does."""
+        self._close = weakref.finalize(self, _stop, self._loop, self._threads, self._is_awaited)
+
+    def start(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Start a coroutine; without a thread, it runs during `wait`."""
+        if not self._threads and (self._threaded or running_loop() is not None):
+            self._threads.append(threading.Thread(target=self._loop.run_forever, name="rlcore-rollouts", daemon=True))
+            self._threads[0].start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future.add_done_callback(self._notify)
+        return future
+
+    def wait(self, condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until a condition holds, which is checked whenever a coroutine has ended.
+
+        Args:
+            condition: whether to return.
+            meanwhile: called repeatedly in this thread, if the loop has its own.
+        """
+        self.awaited_since = time.perf_counter()
+        self._is_awaited.set()
+        try:
+            while not condition():
+                if not self._threads:
+                    self._loop.run_forever()  # until `_notify`
+                    continue
+                meanwhile()
+                with self._changed:
+                    if not condition():
+                        self._changed.wait(_CHECK_S)
+        finally:
+            self.awaited_since = None
+            if self._takes_turns and self._threads and not self._loop.is_closed():
+                self._is_awaited.clear()
+                self._loop.call_soon_threadsafe(self._loop.hold, self._is_awaited)
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT], *, meanwhile: Callable[[], None] = lambda: None) -> ResultT:
+        """Run a coroutine to its end; arguments as `wait`."""
+        future = self.start(coroutine)
+        try:
+            self.wait(future.done, meanwhile=meanwhile)
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+    def close(self) -> None:
+        """Cancel all coroutines and stop the thread; calling it twice is fine."""
+        self._is_awaited.set()
+        if self._close.alive and self._threads:
+            try:
+                asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_STOP_S)
+            except TimeoutError:
+                _log.warning("Some rollouts did not stop within %g s after they were cancelled.", _STOP_S)
+        elif self._close.alive:
+            self._loop.run_until_complete(_cancel_all())
+        self._close()
+
+    def _notify(self, _: Future[Any]) -> None:
+        if not self._threads and self.awaited_since is not None:  # after an interruption, it would end the loop of `close`
+            self._loop.stop()
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _report_unless_interrupted(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log the error of a task, except an interruption, which also ended the loop."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
+        loop.default_exception_handler(context)
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, threads: list[threading.Thread], is_awaited: threading.Event) -> None:
+    is_awaited.set()
+    for thread in threads:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_STOP_S)
+    if not loop.is_running():
+        loop.close()
+
 
 _log = logging.getLogger("rlcore")
 

@@ -13,13 +13,13 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.messages import Message
+from rl_core.interfaces.records import Message
 from rl_core.testing.outputs.models import RightRow, checked_generation, generated, right_row
 from rl_train.metrics.progress import RolloutCounts, SampledBatch
-from rl_train.pools.pausing_loop import while_paused
+from rl_train.pools.pool import while_paused
 from rl_train.rollouts.activity import ENGINE, RolloutActivity
-from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
-from rl_train.rollouts.seeds import SampleStream, rollout_seed
+from rl_train.rollouts.environment_pool import RowNotSampledError, StepFailedError
+from rl_train.rollouts.trajectory import SampleStream, rollout_seed
 
 
 @dataclass(frozen=True, kw_only=True)

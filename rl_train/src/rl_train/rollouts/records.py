@@ -1,13 +1,30 @@
-"""Finished rollouts as plain records for logs, and recorded rollouts, which can be trained on again."""
+"""Finished rollouts as plain records for logs, and recorded rollouts, which can be trained on again.
+
+Metrics of a batch of rollouts.
+
+Finished groups of rollouts in a checkpoint, so that a resumed run trains on them instead of sampling them again.
+
+`groups.json` has everything but the tensors: each is replaced by its position in `groups.safetensors`, which has one tensor for
+each dtype, in which all tensors of that dtype follow each other. Log-probabilities are therefore exact.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.testing.outputs.environment import metrics_checked
 from rl_train.rollouts.trajectory import MessageLog, Trajectory, is_sampled, log_token_ids, sampled_mask
 
 EXPECTED_KEYS = ("expected_answer", "ground_truth")
@@ -146,3 +163,237 @@ def _segment_record(log: MessageLog) -> dict[str, Any]:
     """All tokens of a segment, with the turn of each; 0 for tokens that were not sampled."""
     turns = [turn for message in log for turn in [message.get("turn", 0)] * len(message["token_ids"])]
     return {"tokens": log_token_ids(log).tolist(), "turns": turns}
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Lengths, turns, segments and truncation of finished rollouts, and the rewards of the scored ones, if there are any."""
+    lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
+    metrics = {
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated_frac": sum(row.truncated for row in trajectories) / len(trajectories),
+        "rollout/turns": sum(row.turns for row in trajectories) / len(trajectories),
+        "rollout/rows": float(len(trajectories)),
+    }
+    segments = sum(len(row.segments) for row in trajectories)
+    if segments > len(trajectories):
+        metrics["rollout/segments"] = segments / len(trajectories)
+    scored = [row for row in trajectories if row.scored]
+    if len(scored) < len(trajectories):
+        metrics["rollout/unscored_frac"] = 1 - len(scored) / len(trajectories)
+    names = sorted({name for row in scored for name in row.reward_parts})
+    if names:
+        rewards = torch.tensor([row.reward for row in scored], dtype=torch.float64)
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
+    if (equal := equal_groups_frac(trajectories)) is not None:
+        metrics["reward/equal_groups_frac"] = equal
+    if names != ["reward"]:
+        metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in scored]) for name in names}
+    return metrics
+
+
+def failure_metrics(trajectories: Sequence[Trajectory], *, replaced_groups: int = 0) -> dict[str, float]:
+    """Counts of failed rows, repeated steps, restarted rollouts and replaced groups; those that are 0 are left out.
+
+    Args:
+        trajectories: all finished rollouts of a draw, including those of replaced groups.
+        replaced_groups: number of groups that had too few scored rows.
+    """
+    counts = {
+        "rollout/failed_rows": sum(row.failure is not None for row in trajectories),
+        "rollout/repeated_steps": sum(row.retries for row in trajectories),
+        "rollout/restarted": sum(row.restarts > 0 for row in trajectories),
+        "rollout/replaced_groups": replaced_groups,
+    }
+    return {name: float(count) for name, count in counts.items() if count}
+
+
+def environment_times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`env/<task>/wait_s` and `env/<task>/step_s`: mean seconds per rollout in which its steps waited for a worker, and ran."""
+    metrics: dict[str, float] = {}
+    for task_name in dict.fromkeys(row.task_name for row in trajectories if row.environment_step_s):
+        rows = [row for row in trajectories if row.task_name == task_name]
+        metrics[f"env/{task_name}/wait_s"] = _mean([row.environment_wait_s for row in rows])
+        metrics[f"env/{task_name}/step_s"] = _mean([row.environment_step_s for row in rows])
+    return metrics
+
+
+def environment_metrics(
+    trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]
+) -> dict[str, float]:
+    """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
+
+    Rows that were not scored are left out. Without any environment there are no metrics.
+    """
+    metrics: dict[str, float] = {}
+    correct = 0.0
+    counted = 0
+    for task_name in dict.fromkeys(row.task_name for row in trajectories if environments and row.scored):
+        rows = [row for row in trajectories if row.task_name == task_name and row.scored]
+        reported = metrics_checked(environments[task_name], task_name, _for_environment(rows))
+        metrics |= {f"env/{task_name}/{name}": value for name, value in reported.items()}
+        if "accuracy" in reported:
+            correct += reported["accuracy"] * len(rows)
+            counted += len(rows)
+    if counted:
+        metrics["rollout/accuracy"] = correct / counted
+    return metrics
+
+
+def _for_environment(rows: Sequence[Trajectory]) -> BatchedDataDict[Any]:
+    """The data of finished rows for an environment, without tokens, which would be expensive to send."""
+    return BatchedDataDict(
+        {
+            "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
+            "truncated": torch.tensor([row.truncated for row in rows], dtype=torch.bool),
+            "message_log": [row.conversation() for row in rows],
+            "extra_env_info": [row.metadata for row in rows],
+            "answers": [row.answer for row in rows],
+            "task_name": [row.task_name for row in rows],
+            "idx": [row.index for row in rows],
+        }
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+_ROUNDING = 1e-6
+
+
+def equal_groups_frac(trajectories: Sequence[Trajectory]) -> float | None:
+    """The fraction of groups in which the environment's rewards are equal, name by name; None without rewards to compare.
+
+    Rows are compared within their group, or with all rows if each prompt has one sample.
+
+    Args:
+        trajectories: finished rollouts. Rollouts that were not scored are ignored.
+    """
+    rows = [row for row in trajectories if row.scored]
+    if len(rows) < 2 or not any(row.reward_parts for row in rows):
+        return None
+    groups: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
+    for row in rows:
+        groups[row.ordinal].append(row.reward_parts)
+    compared = list(groups.values())
+    if all(len(group) == 1 for group in compared):
+        compared = [[parts for group in compared for parts in group]]
+    return sum(map(_are_equal, compared)) / len(compared)
+
+
+def _are_equal(group: Sequence[Mapping[str, float]]) -> bool:
+    """Whether all rows have the same rewards, name by name, up to rounding; a missing one counts as 0."""
+    for name in {name for parts in group for name in parts}:
+        values = [parts.get(name, 0.0) for parts in group]
+        if max(values) - min(values) > _ROUNDING * max(1.0, *(abs(value) for value in values)):
+            return False
+    return True
+
+
+_JSON, _TENSORS = "groups.json", "groups.safetensors"
+_TENSOR = "$tensor"
+_log = logging.getLogger("rlcore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedGroup:
+    """A group whose rollouts have ended and that is in no batch yet."""
+
+    ordinal: int
+    """The prompt's number."""
+    began: int
+    """The step of the weights with which it began."""
+    accepted: bool
+    """Whether it was counted and selected; otherwise, the next batch does it."""
+    rows: list[Trajectory]
+    """Its G rollouts."""
+
+
+def save_groups(folder: Path, groups: Sequence[FinishedGroup], limits: Mapping[str, Any]) -> None:
+    """Write groups to a folder; nothing without any.
+
+    A group whose metadata are not JSON is left out with a warning: a resumed run samples it again.
+
+    Args:
+        folder: created if necessary.
+        groups: the groups.
+        limits: what the schedule that began the groups depends on.
+    """
+    tensors, saved = _Tensors(), []
+    for group in groups:
+        try:
+            content = [{each.name: tensors.put(getattr(row, each.name)) for each in fields(row)} for row in group.rows]
+            is_exact = json.loads(json.dumps(content)) == content
+        except (TypeError, ValueError):
+            is_exact = False
+        if is_exact:
+            saved.append({"ordinal": group.ordinal, "began": group.began, "accepted": group.accepted, "rows": content})
+    if len(saved) < len(groups):
+        _log.warning(
+            "%d of %d finished groups are not in the checkpoint, because their metadata are not JSON values; a resumed run "
+            "samples them again.",
+            len(groups) - len(saved),
+            len(groups),
+        )
+    if saved:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _JSON).write_text(json.dumps({"limits": dict(limits), "groups": saved}), encoding="utf-8")
+        save_file(tensors.joined(), folder / _TENSORS)
+
+
+def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
+    """The groups in a folder; none if it has none, or if they were saved with other limits, so that they may be too many.
+
+    Args:
+        folder: of `save_groups`.
+        limits: those of the resumed run.
+    """
+    if not (folder / _JSON).is_file():
+        return []
+    content = json.loads((folder / _JSON).read_text(encoding="utf-8"))
+    if content["limits"] != dict(limits):
+        _log.info("the finished groups of the checkpoint are sampled again, because the settings of rollouts have changed")
+        return []
+    tensors = load_file(folder / _TENSORS)
+    return [
+        FinishedGroup(
+            ordinal=group["ordinal"],
+            began=group["began"],
+            accepted=group["accepted"],
+            rows=[Trajectory(**_restored(row, tensors)) for row in group["rows"]],
+        )
+        for group in content["groups"]
+    ]
+
+
+@dataclass
+class _Tensors:
+    """Tensors [n] joined by dtype."""
+
+    _parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    def put(self, value: Any) -> Any:
+        """The value, in which each tensor is replaced by `{"$tensor": [dtype, start, stop]}`."""
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            start = self._sizes.get(dtype, 0)
+            self._sizes[dtype] = start + value.numel()
+            self._parts.setdefault(dtype, []).append(value)
+            return {_TENSOR: [dtype, start, self._sizes[dtype]]}
+        if isinstance(value, Mapping):
+            return {key: self.put(each) for key, each in value.items()}
+        return [self.put(each) for each in value] if isinstance(value, list) else value
+
+    def joined(self) -> dict[str, torch.Tensor]:
+        return {dtype: torch.cat(parts) for dtype, parts in self._parts.items()}
+
+
+def _restored(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            dtype, start, stop = value[_TENSOR]
+            return tensors[dtype][start:stop].clone()
+        return {key: _restored(each, tensors) for key, each in value.items()}
+    return [_restored(each, tensors) for each in value] if isinstance(value, list) else value

@@ -12,14 +12,19 @@ from rl_core.errors import CheckpointError, ConfigError, RLCoreError
 from rl_core.plugins.component import did_you_mean
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
-from rl_train.rollouts.saved_groups import FinishedGroup, load_groups, save_groups
-from rl_train.rollouts.schedule import Schedule
-from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.environment_pool import FailureLimit, refuse_total_failure
+from rl_train.rollouts.records import (
+    FinishedGroup,
+    environment_metrics,
+    environment_times,
+    failure_metrics,
+    load_groups,
+    save_groups,
+    summarize,
+)
+from rl_train.rollouts.schedule import DeliveredVersions, Schedule, refuse_other_versions, staleness_metrics
 from rl_train.rollouts.source import Rollouts, RolloutSource, Selection, start_rollouts
-from rl_train.rollouts.staleness import DeliveredVersions, refuse_other_versions, staleness_metrics
-from rl_train.rollouts.summary import environment_metrics, environment_times, failure_metrics, summarize
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 _MAX_REPLACED = 10
 """A step fails once it has replaced this many times its groups."""
@@ -40,7 +45,7 @@ class ScheduledSource(RolloutSource):
         trained_version: weight version of the policy; by default that of the engine.
         reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
         min_scored: number of scored rows that a group needs.
-        max_failed_share: see `rl_train.rollouts.failures.FailureLimit`.
+        max_failed_share: see `rl_train.rollouts.environment_pool.FailureLimit`.
     """
 
     def __init__(

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from rl_core.environments.step_results import StepResult
+from rl_core.environments.scorer import StepResult
 from rl_core.errors import DataError, WorkerDiedError
 from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface
-from rl_core.interfaces.messages import Message, Observation
+from rl_core.interfaces.records import Message, Observation
 from rl_core.testing.outputs.environment import checked_observation
 from rl_train.pools.pool import ActorKey
 from rl_train.rollouts.activity import ENVIRONMENT, RolloutActivity
-from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
+from rl_train.rollouts.environment_pool import EnvironmentPool, RowFailedError, StepFailedError, may_be_retried
 from rl_train.rollouts.trajectory import Trajectory
 
 _CANCELLED = "CancelledError: something that the environment waited for was cancelled"

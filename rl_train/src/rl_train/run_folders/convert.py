@@ -19,11 +19,10 @@ from rl_core.interfaces.conversion import Conversion
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.checkpoints.damage import damage_error, verify_checkpoint
+from rl_train.checkpoints.manifest import damage_error, verify_checkpoint
 from rl_train.checkpoints.published_files import carry_over_config
 from rl_train.checkpoints.state import read_state
-from rl_train.run_folders.checkpoint_paths import other_base
-from rl_train.run_folders.model_folder import check_model, copy_model, left_out, needed_code
+from rl_train.run_folders.checkpoint_paths import check_model, copy_model, left_out, needed_code, other_base
 
 HF = "hf"
 """The format that all other formats are made from: config.json and safetensors, as Transformers loads them."""

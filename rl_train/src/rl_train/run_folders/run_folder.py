@@ -1,22 +1,45 @@
-"""Run folders: which one a run writes to, which checkpoint it resumes from, and the locks on what it writes."""
+"""Run folders: which one a run writes to, which checkpoint it resumes from, and the locks on what it writes.
+
+Writes the provenance of a run to its folder: the config, the origin of each value, and the installed versions.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
+import os
+import platform
+import socket
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from packaging.requirements import Requirement
 
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import RunIdentity, is_locked, lock_folder, read_identity, refuse_foreign, write_identity
+from rl_core.plugins.component import Status
+from rl_core.plugins.import_path import MODULE_FOLDERS
+from rl_core.plugins.manager import PluginManager
 from rl_train.checkpoints.state import read_state
-from rl_train.checkpoints.store import ABANDONED, CheckpointStore, Retention, step_of
+from rl_train.checkpoints.store import (
+    ABANDONED,
+    CheckpointStore,
+    Retention,
+    RunIdentity,
+    is_locked,
+    lock_folder,
+    read_identity,
+    refuse_foreign,
+    step_of,
+    write_identity,
+)
+from rl_train.config.loader import LoadedConfig
 from rl_train.config.schema import CheckpointingConfig, RunConfig
-from rl_train.run_folders.provenance import CONFIG
+from rl_train.config.sources import PROVENANCE as PROVENANCE
+from rl_train.config.values import Origin
 from rl_train.run_folders.status import BUILDING, STATUS
 
 CHECKPOINTS = "checkpoints"
@@ -305,3 +328,56 @@ def _status_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
+
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+
+
+def write_origins(folder: Path, loaded: LoadedConfig, manager: PluginManager) -> None:
+    """Write config.yaml, provenance.json and environment.json; a resume replaces them.
+
+    Args:
+        folder: the run folder.
+        loaded: the config.
+        manager: the plugins of this process.
+    """
+    (folder / CONFIG).write_text(loaded.to_yaml(), encoding="utf-8")
+    provenance = {
+        "file": str(loaded.path),
+        "folders": [*dict.fromkeys([os.getcwd(), *MODULE_FOLDERS])],
+        "overrides": list(loaded.overrides),
+        "values": {key: _origin(origin) for key, origin in loaded.source.items()},
+    }
+    _write_json(folder / PROVENANCE, provenance)
+    _write_json(folder / ENVIRONMENT, environment(manager))
+
+
+def environment(manager: PluginManager) -> dict[str, Any]:
+    """This process, its plugins, and the installed versions of their requirements. Does not import them."""
+    ready = [plugin for plugin in manager.plugins if plugin.status is Status.READY]
+    required = {
+        Requirement(check.requirement).name: check.installed
+        for plugin in ready
+        for check in plugin.requirements
+        if check.installed is not None
+    }
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "plugins": {plugin.name: f"{plugin.distribution} {plugin.version}" for plugin in ready},
+        "distributions": dict(sorted(required.items())),
+    }
+
+
+def _origin(origin: Origin) -> dict[str, str]:
+    location = origin.location
+    kind = "default" if location is None else "file" if location.number is None else "override"
+    return {"kind": kind, "source": str(origin)}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import RLCoreError, UserError
-from rl_train.atomic_writes import write_atomically
 from rl_train.errors import RunInterrupted, StopReason
+from rl_train.files import write_atomically
 
 STATUS = "status.json"
 BUILDING = "building"

@@ -12,10 +12,9 @@ from unittest import SkipTest
 
 import torch
 
-from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.component import Capability, Component, Kind, is_path
 from rl_core.testing.promises import Conformance, Found, creation, promise
-from rl_core.testing.reference.model import make_weights, save_model
+from rl_core.testing.reference import make_weights, save_model
 from rl_train.assembly.run_assembly import build_run
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.run import Run

@@ -13,10 +13,10 @@ from rl_core.config.schema import DatasetConfig
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import DataError
 from rl_core.plugins.component import Kind
+from rl_core.testing.comparisons import section_of
 from rl_core.testing.promises import Condition, Conformance, Found, must_raise, promise, run_elsewhere
-from rl_core.testing.sections import section_of
 from rl_train.data.conversations import read_messages
-from rl_train.data.dataset_classes import make_dataset, record_of
+from rl_train.data.datasets import make_dataset, record_of
 from rl_train.data.holdout import prompt_digest
 
 _MOST = 16

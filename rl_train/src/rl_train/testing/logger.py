@@ -15,8 +15,8 @@ from unittest import SkipTest
 import torch
 
 from rl_core.plugins.component import Kind
+from rl_core.testing.comparisons import section_of
 from rl_core.testing.promises import Condition, Conformance, Found, must_raise, promise
-from rl_core.testing.sections import section_of
 from rl_train.assembly.contracts import check_class
 from rl_train.config.schema import LoggerConfig
 from rl_train.metrics.logger import Logger

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
+from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.interfaces.messages import ToolSpec
+from rl_core.interfaces.records import ToolSpec
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import constructor_config
+from rl_core.testing.environments.checks import constructor_config
 from rl_train.config.schema import RunConfig
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere
-from rl_train.tools.parsers import ToolCallParser
-from rl_train.tools.selection import choose_parser
+from rl_train.tools.parsers import ToolCallParser, choose_parser
 
 
 @dataclass(frozen=True, kw_only=True)

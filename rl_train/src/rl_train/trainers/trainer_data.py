@@ -7,22 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import DatasetConfig
+from rl_core.config.validator import section_of_values
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.dataset import Dataset
+from rl_core.interfaces.records import Dataset
 from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import BadRows, Source, read_data, read_source
-from rl_train.config.aliases import expand_data_paths
-from rl_train.config.schema import DataConfig
-from rl_train.config.section_models import section_of
+from rl_train.config.schema import DataConfig, section_of
+from rl_train.config.values import expand_data_paths
 from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
 from rl_train.data.datasets import RecordDataset
-from rl_train.data.json_lines import csv_problem
 from rl_train.data.preferences import PreferenceDataset
-from rl_train.data.record_functions import form_hint
-from rl_train.data.records import Records, Rows, open_rows
+from rl_train.data.records import Records, Rows, form_hint, open_rows
 from rl_train.data.row_sections import (
     HuggingFaceSource,
     JsonLinesSource,
@@ -31,7 +28,8 @@ from rl_train.data.row_sections import (
     RecordFields,
     RowsConfig,
 )
-from rl_train.path_lookup import looks_like_path
+from rl_train.data.rows import csv_problem
+from rl_train.files import looks_like_path
 
 _FORMS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
     (frozenset({"messages"}), {"record_fn": "record"}),

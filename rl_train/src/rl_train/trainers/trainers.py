@@ -19,27 +19,26 @@ from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.checks import check_weights, is_conversational, try_functions
 from rl_train.assembly.contracts import model_contracts
 from rl_train.assembly.data import Source
-from rl_train.assembly.losses import loss_of
+from rl_train.assembly.error_locations import reporting_lines
+from rl_train.assembly.parts import loss_of
 from rl_train.assembly.preparation import Preparation, RunData
-from rl_train.assembly.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.run_assembly import assemble_run
-from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.config.loader import load_config
-from rl_train.config.rules.required_sections import validates
+from rl_train.config.rules.components import validates
+from rl_train.config.rules.rollouts import own_weights_refused
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
-from rl_train.config.rules.sampling import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
-from rl_train.data.policy_tokenizer import load_policy_tokenizer, with_text_settings
+from rl_train.data.processors import load_policy_tokenizer, with_text_settings
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions

@@ -16,9 +16,8 @@ from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import BrokenPromiseError, NonFiniteError
-from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.trainable import TrainableInterface
-from rl_train.training_checks.agreement import LARGEST, Agreement, Numbers
+from rl_core.interfaces.policy import LossFunction, TrainableInterface
+from rl_train.training_checks.agreement import LARGEST, Agreement, Numbers, disagreement
 from rl_train.training_checks.checked_loss import (
     COMPARISON,
     PREFIX,
@@ -26,20 +25,21 @@ from rl_train.training_checks.checked_loss import (
     WITH_ENGINE,
     WITH_SCORES,
     CheckedLoss,
+    ExpectedCounts,
     Limits,
     sums_to_hold,
 )
-from rl_train.training_checks.counts import ExpectedCounts
-from rl_train.training_checks.disagreement import disagreement
 from rl_train.training_checks.gradients import (
     NEGLIGIBLE,
     OBSERVED,
     GradientLoss,
+    WeightChanges,
     check_accumulation,
     check_observed,
     has_gradient,
+    is_certain_to_change,
+    is_expected_to_change,
 )
-from rl_train.training_checks.weight_changes import WeightChanges, is_certain_to_change, is_expected_to_change
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_versions import stale_mask
 

@@ -22,25 +22,32 @@ keys and values. Only tokens of the new weights are compared, with `FIRST_TOLERA
 The mean over few tokens is noisy: |difference| has a standard deviation about as large as its mean. So the first sync measures
 `_ROUNDS` times as many rows as later ones, and a later sync beyond its tolerance is measured again with that many rows before
 the run is stopped.
+
+The canary of runs whose rollouts are sampled row by row and continue over refits: its rows are streamed in the same way.
+
+Reads the algorithm of a fingerprint from its text.
+
+Checks that the weights that a policy sends change when it is trained.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import derived_seeds
-from rl_core.errors import WeightSyncError
+from rl_core.errors import BrokenPromiseError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.testing.outputs.models import check_version, generated, scored
+from rl_core.weights.fingerprint import Kind
 from rl_train.logprob_agreement import TokenDifferences, rows_to_score, sampled_tokens
 
 _log = logging.getLogger(__name__)
@@ -342,3 +349,111 @@ def _rows(vocabulary: torch.Tensor, rows: int, max_length: int, *, stream: int) 
             "max_new_tokens": torch.full((rows,), min(_NEW_TOKENS, max_length - width), dtype=torch.int64),
         }
     )
+
+
+_MOST_REFITS = 3
+"""Number of refits with streamed rows until some of them were in progress when the weights changed."""
+
+
+class StreamedCanary:
+    """Streams the rows of a canary over the first refit that changes the weights.
+
+    Args:
+        rows: streams them as rollouts are.
+        over_refits: whether rows may be in progress at a refit.
+    """
+
+    def __init__(self, rows: RowStreaming, *, over_refits: bool) -> None:
+        self._rows, self._over_refits = rows, over_refits
+        self._due = _MOST_REFITS
+
+    @contextmanager
+    def over_refit(
+        self, canary: Canary, policy: ColocatablePolicyInterface, generation: GenerationInterface
+    ) -> Iterator[Callable[[], dict[str, float]]]:
+        """Stream rows during the block if that is due; the function ends and compares them.
+
+        The function returns `refit/canary_error` in nats per token, or nothing.
+
+        Raises:
+            WeightSyncError: the canary failed.
+        """
+        if not self._due:
+            yield dict
+            return
+        with self._rows(canary.streamed_rows, canary.greedy) as finish:
+
+            def compare() -> dict[str, float]:
+                output = finish()
+                error = canary.check_streamed(policy, generation, output)
+                were_in_progress = bool((output["weight_version"] < output["newest_version"]).any())
+                self._due = 0 if were_in_progress or not self._over_refits else self._due - 1
+                return {"refit/canary_error": error}
+
+            yield compare
+
+    def sample(self, canary: Canary, generation: GenerationInterface) -> Callable[[ColocatablePolicyInterface], float]:
+        """Stream rows now; returns `Canary.check_streamed` for a policy that scores them later."""
+        with self._rows(canary.streamed_rows, canary.greedy) as finish:
+            output = finish()
+        return lambda policy: canary.check_streamed(policy, generation, output)
+
+
+def kind_of(fingerprint: str) -> Kind:
+    """The kind of a combined digest.
+
+    Raises:
+        WeightSyncError: it is not a combined digest of this module.
+    """
+    kind = fingerprint.partition(":")[0]
+    if kind not in get_args(Kind):
+        raise WeightSyncError(
+            f"The fingerprint {fingerprint!r} does not start with any of {', '.join(get_args(Kind))}: it was not created by "
+            "rl_core.weights.fingerprint, so it cannot be compared."
+        )
+    return kind  # type: ignore[return-value]
+
+
+STEPS = 20
+"""Optimizer steps after which weights that are rounded or hardly trained must have changed."""
+
+
+class SentWeights:
+    """The fingerprint of the weights that were sent last, and the optimizer steps since.
+
+    Attributes:
+        label: the policy's name in errors.
+    """
+
+    def __init__(self) -> None:
+        self.label = "the policy"
+        self._fingerprint: str | None = None
+        self._steps = 0
+        self._certain = False
+
+    def expect_change(self, steps: int, *, certain: bool) -> None:
+        """Count optimizer steps with a gradient; `certain` if they are large enough to change some float32 weight."""
+        self._steps += steps
+        self._certain = self._certain or certain
+
+    def check(self, fingerprint: str, *, version: int, exact: bool) -> None:
+        """Compare with the weights that were sent before.
+
+        Args:
+            fingerprint: of the weights that were sent now.
+            version: their version.
+            exact: the engine stores them in float32, so that no step is lost in rounding.
+
+        Raises:
+            BrokenPromiseError: they are the same, although the policy was trained.
+        """
+        same, self._fingerprint = fingerprint == self._fingerprint, fingerprint
+        if same and (self._steps >= STEPS or (exact and self._certain)):
+            raise BrokenPromiseError(
+                f"{self.label} sent the weights of version {version}, but they are the same as before the last {self._steps} "
+                "optimizer step(s), which had a gradient and a learning rate above 0. `get_weights_ipc_handles` and "
+                "`broadcast_weights_for_collective` must send, and `weight_fingerprint` must digest, the current weights. "
+                "Check that the policy does not send a copy, and that it takes the steps that it reports."
+            )
+        if not same:
+            self._steps, self._certain = 0, False

@@ -1,31 +1,32 @@
-"""The one owner of weight synchronization: sends weights, compares versions and fingerprints, refits restarted replicas."""
+"""The one owner of weight synchronization: sends weights, compares versions and fingerprints, refits restarted replicas.
+
+Waits for calls of several worker groups that depend on each other, such as the two ends of a broadcast.
+
+Weight synchronization of a run without an engine, such as the replay of another run.
+
+The phases of a refit: how long each takes, and who is responsible for an error.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.cluster.worker_group import PendingCall, poll_together
+from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
-from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.interfaces.policy import ColocatablePolicyInterface, TransportContext, WeightTransport
 from rl_core.weights.fingerprint import Kind, describe_differences
-from rl_train.weight_sync.canary import Canary, CanaryCalibration
+from rl_train.weight_sync.canary import Canary, CanaryCalibration, SentWeights, StreamedCanary, kind_of
 from rl_train.weight_sync.device_memory import DeviceMemory
-from rl_train.weight_sync.fingerprint_kind import kind_of
-from rl_train.weight_sync.refit_phases import attributed, timed
-from rl_train.weight_sync.sent_weights import SentWeights
-from rl_train.weight_sync.streamed_canary import StreamedCanary
-from rl_train.weight_sync.transport_checks import check_versions, push_weights
-from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port
-from rl_train.weight_sync.waiting import wait_for_each
+from rl_train.weight_sync.transports import check_versions, choose_transport, free_loopback_port, push_weights
 
 _log = logging.getLogger(__name__)
 
@@ -383,3 +384,66 @@ class WeightSynchronizer(WeightOwner):
             "refit/weight_version": float(self._policy.weight_version),
             "refit/moved": float(happened),
         }
+
+
+def wait_together(pending: Sequence[PendingCall], deadline_s: float) -> list[Any]:
+    """The results of calls of several groups that depend on each other, such as the two ends of a broadcast.
+
+    Awaiting them one after the other would wait for the first one's deadline even if the second has already failed.
+
+    Raises:
+        WorkerError: The first failure, immediately; or a death that is noticed soon after, since it explains the others.
+        DeadlineExceededError: Names all workers that did not answer, of every group.
+    """
+    until = time.monotonic() + deadline_s
+    while not poll_together(pending, max(until - time.monotonic(), 0.0)):
+        reports = [text for call in pending if time.monotonic() >= until and (text := _expired(call)) is not None]
+        if reports:
+            raise DeadlineExceededError(f"after {deadline_s:g} s together:\n" + "\n".join(reports))
+    return [call.result() for call in pending]
+
+
+def _expired(call: PendingCall) -> str | None:
+    try:
+        call.result(deadline_s=0.0)
+    except DeadlineExceededError as error:
+        return str(error)
+    return None
+
+
+def wait_for_each(pending: Sequence[Any], deadline_s: float) -> None:
+    """Wait for `concurrent.futures` futures, if no worker group provides pending calls."""
+    end = time.monotonic() + deadline_s
+    for call in pending:
+        call.result(timeout=max(end - time.monotonic(), 0.0))
+
+
+class NoEngine:
+    """Sends nothing; algorithms call `sync` as if there were an engine."""
+
+    def sync(self, *, only_if_stale: bool = False) -> dict[str, float]:
+        """Does nothing.
+
+        Returns:
+            No metrics.
+        """
+        return {}
+
+
+@contextmanager
+def attributed(transport: str) -> Iterator[None]:
+    """Report rejected weights as a failed refit; a worker's death or an expired deadline keeps its own error."""
+    try:
+        yield
+    except WorkerDiedError:
+        raise
+    except WorkerError as error:
+        raise WeightSyncError(f"The refit by {transport} failed in a worker, so weights are unverified.\n{error}") from error
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the duration of the block to `seconds[phase]`, unless it raises."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - started

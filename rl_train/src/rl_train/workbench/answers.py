@@ -1,18 +1,20 @@
-"""Answers that should be rewarded, and answers that should not: the checks of rewards in `rlcore check env`."""
+"""Answers that should be rewarded, and answers that should not: the checks of rewards in `rlcore check env`.
+
+Results of the checks of an environment.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.testing.environments.checks import WRONG_ANSWERS
-from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow
+from rl_core.testing.environments.checks import WRONG_ANSWERS, EnvironmentTrial, TrialRow
 from rl_core.testing.promises import Found
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.rewards.environment import FunctionEnvironment
@@ -20,7 +22,6 @@ from rl_train.rewards.functions import BATCH_ARGUMENTS, ROW_ARGUMENTS
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.records import EXPECTED_KEYS, expected_answer
 from rl_train.workbench.play import repeated_answers
-from rl_train.workbench.results import check_result
 
 ANSWER_FORMS = ("{0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "Prediction: {0}", "The answer is {0}.")
 """Forms of the expected answer; an environment may accept only one."""
@@ -331,3 +332,26 @@ def _others(given: Sequence[tuple[TrialRow, str]], rewards: Mapping[int, float])
 
 def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def check_result(
+    name: str, check: Callable[[], str | tuple[DiagnosisStatus, str]], *, passed: DiagnosisStatus = DiagnosisStatus.OK
+) -> Generator[Diagnosis, None, bool]:
+    """Yields the result of a check, and returns whether it passed; an exception is a failure.
+
+    Args:
+        name: name of the check.
+        check: returns what it found, or a status and what it found.
+        passed: status of a check that returns none.
+    """
+    try:
+        found = check()
+    except Found as error:
+        yield Diagnosis(status=DiagnosisStatus.FAILED, name=name, found=str(error))
+        return False
+    except (Exception, SystemExit) as error:  # of the environment, which may raise anything
+        yield Diagnosis(status=DiagnosisStatus.FAILED, name=name, found=f"{type(error).__name__}: {error}")
+        return False
+    status, detail = (passed, found) if isinstance(found, str) else found
+    yield Diagnosis(status=status, name=name, found=detail)
+    return True

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from rl_core.data.conversation_tokens import decode
+from rl_core.data.tokenizer import decode
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.schema import RunConfig
-from rl_train.data.concat import ConcatDataset
+from rl_train.data.arrow_rows import ConcatDataset
 from rl_train.data.holdout import prompt_digest, row_location
 from rl_train.prompts.prompt_files import read_prompt
 from rl_train.rollouts.records import expected_answer

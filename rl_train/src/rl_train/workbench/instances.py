@@ -7,9 +7,9 @@ from typing import Any
 
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.interfaces.messages import Observation
+from rl_core.interfaces.records import Observation
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import constructor, parses_tool_calls
+from rl_core.testing.environments.checks import constructor, parses_tool_calls
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.rollouts.environment_pool import EnvironmentPool

@@ -1,18 +1,41 @@
-"""Plays rollouts against an environment without a model (`rlcore env play`): a person, a script or a random player answers."""
+"""Plays rollouts against an environment without a model (`rlcore env play`): a person, a script or a random player answers.
+
+An environment and rows for it, without a model: for `rlcore check env` and `rlcore env play`.
+"""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import isroutine
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rl_core.config.schema import EnvironmentConfig
+from rl_core.config.validator import section_of_values
+from rl_core.errors import ComponentImportError, ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.interfaces.messages import ToolCall, messages_of
-from rl_core.testing.environments.local_rollouts import LocalRollouts
-from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow
+from rl_core.interfaces.records import ToolCall, messages_of
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_core.testing.environments.checks import EnvironmentTrial, LocalRollouts, TrialRow, environment_component, trial_row
+from rl_train.assembly.checks import sources_of
+from rl_train.assembly.preparation import Preparation
+from rl_train.config.loader import load_config
+from rl_train.config.schema import section_of
+from rl_train.config.slots import FUNCTIONS
+from rl_train.data.conversations import read_messages, without_answer
+from rl_train.data.holdout import row_location
+from rl_train.data.rows import JsonLines
+from rl_train.pools.elsewhere import find_environment
 from rl_train.tools.parsers import read_call
+from rl_train.workbench.instances import environment_factory
 
 Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Returns the next answer to a conversation, or None to stop."""
@@ -123,3 +146,177 @@ def random_player(seed: int) -> Player:
         return draw.choice(pieces) if pieces else ""
 
     return answer
+
+
+UNDECLARED_TURNS = 100
+"""Maximum number of turns for a class named by its path, which declares no number and may need several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTrial(EnvironmentTrial):
+    """An environment, and the first rows of its datasets."""
+
+    total: int
+    """Number of rows of the datasets."""
+    prepared: Preparation | None = None
+    """The run of a config, with the tokenizer whose text the environment gets; None without a config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocatedRow(TrialRow):
+    """A row of a dataset."""
+
+    location: str
+
+
+def open_trial(
+    name: str,
+    settings: Sequence[str] = (),
+    *,
+    config: Path | None = None,
+    rows: Path | None = None,
+    limit: int = 8,
+) -> SampledTrial:
+    """An environment by name, with rows from a file, from a config, or from the dataset of the same name.
+
+    Args:
+        name: a registered environment, the dotted path of an environment class or of a reward function; with `config`, a
+            task of its `env` section.
+        settings: `key=value` of the environment's section, and `data.key=value` of its dataset; with `config`, overrides.
+        config: a config file, whose environment and data are used.
+        rows: a JSON Lines file: `messages`, or a text as `prompt`, `question` or `problem`; `extra_env_info` is the metadata,
+            or else all other fields.
+        limit: maximum number of rows, of each dataset.
+
+    Raises:
+        UserError: the environment, the config or the rows cannot be used.
+    """
+    registry = Registry(discover())
+    given = None if rows is None else read_rows(rows, limit=limit)
+    if config is not None:
+        run = load_config(config, list(settings), registry=registry).run
+        if name not in run.env:
+            raise ConfigError(f"{config} has no section env.{name}; its tasks are {', '.join(run.env) or 'none'}.")
+        prepared = Preparation(run, registry)
+        return trial_of_run(name, prepared, *(rows_of_task(name, prepared, limit=limit) if given is None else given))
+    section, generated = _by_name(name, settings, registry, limit=0 if given is not None else limit)
+    max_turns = section.max_rollout_turns or (UNDECLARED_TURNS if section.env_cls is not None else section.turns_needed)
+    chosen, total = generated if given is None else given
+    return _trial(name, section, registry, rows=chosen, total=total, max_turns=max_turns)
+
+
+def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> tuple[list[LocatedRow], int]:
+    """First rows of a task and their total number: of the training data, or if it has none, of the first validation set.
+
+    Args:
+        task: name of a section of `env`.
+        prepared: the run.
+        limit: maximum number of rows, of each dataset.
+    """
+    data, tasks = prepared.data, list(prepared.config.env)
+    training = [*sources_of(task, [data.train], tasks=tasks)]
+    sources = training or [*sources_of(task, [*data.validation.values()], tasks=tasks)][:1]
+    read = [_rows_of(each.records, limit, name=each.name if len(sources) > 1 else "") for each in sources]
+    return [row for rows, _ in read for row in rows], sum(total for _, total in read)
+
+
+def trial_of_run(task: str, prepared: Preparation, rows: Sequence[TrialRow], total: int) -> SampledTrial:
+    """A task of a run with rows.
+
+    Raises:
+        UserError: the environment cannot be used, or there are no rows.
+    """
+    run = prepared.scoring_config
+    trial = _trial(task, run.env[task], prepared.registry, rows=rows, total=total, max_turns=run.max_turns[task])
+    return replace(trial, prepared=prepared)
+
+
+def _trial(
+    task: str, section: EnvironmentConfig, registry: Registry, *, rows: Sequence[TrialRow], total: int, max_turns: int
+) -> SampledTrial:
+    if not rows:
+        raise ConfigError(f"There are no rows for {task!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
+    make, reads_tool_calls = environment_factory(task, section, registry)
+    return SampledTrial(
+        task=task, section=section, make=make, rows=rows, total=total, max_turns=max_turns, reads_tool_calls=reads_tool_calls
+    )
+
+
+def read_rows(path: Path, *, limit: int) -> tuple[list[TrialRow], int]:
+    """The first rows of a JSON Lines file and their total number; see `open_trial` for their form.
+
+    Raises:
+        DataError: the file cannot be read, or a row has no prompt.
+    """
+    lines = JsonLines(path)
+    rows = []
+    for number in range(min(limit, len(lines))):
+        row = lines[number]
+        rows.append(trial_row(row, f"{lines.row_location(number)}: the row", read=partial(read_messages, role="user")))
+    return rows, len(lines)
+
+
+def _by_name(
+    name: str, settings: Sequence[str], registry: Registry, *, limit: int
+) -> tuple[EnvironmentConfig, tuple[Sequence[TrialRow], int]]:
+    values, data = _parsed(settings)
+    if is_path(name):
+        chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
+    else:
+        chosen = {"name": name}
+    name_or_path, python = chosen.get("name") or name, values.get("python")
+    component = find_environment(name_or_path, python, registry) if python else environment_component(name_or_path, registry)
+    section = section_of_values(section_of(component, Kind.ENVIRONMENT), {**chosen, **values}, name=f"env.{name}")
+    assert isinstance(section, EnvironmentConfig)
+    return section, _generated_rows(name, data, registry, limit)
+
+
+def _is_function(path: str) -> bool:
+    try:
+        return isroutine(Component.from_path(path).load())
+    except ComponentImportError:
+        return False
+
+
+def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, limit: int) -> tuple[Sequence[TrialRow], int]:
+    """First rows and their total number of the dataset of the same name, if there is one that needs no file."""
+    if not limit or name not in registry.names("dataset"):
+        if values and limit:
+            raise ConfigError(f"There is no dataset {name!r} for {', '.join(f'data.{key}' for key in values)}.")
+        return [], 0
+    component = registry.find("dataset", name)
+    section = section_of_values(section_of(component, Kind.DATASET), dict(values), name="data")
+    return _rows_of(component.load()(section), limit)
+
+
+def _rows_of(records: Any, limit: int, name: str = "") -> tuple[list[LocatedRow], int]:
+    rows = [
+        LocatedRow(
+            messages=without_answer(record["messages"]),
+            metadata=record.get("extra_env_info"),
+            source=name,
+            location=row_location(records, index),
+        )
+        for index in range(min(limit, len(records)))
+        for record in [records[index]]
+    ]
+    return rows, len(records)
+
+
+def _parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the environment's and of the dataset's section."""
+    environment: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{text!r} is not a setting: write key=value.")
+        target = data if key.startswith("data.") else environment
+        *sections, last = key.removeprefix("data.").split(".")
+        for section in sections:
+            target = target.setdefault(section, {})
+        try:
+            target[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error
+    return environment, data

@@ -15,15 +15,14 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.local_rollouts import LocalRollouts
-from rl_core.testing.environments.trial import TrialRow
+from rl_core.testing.environments.checks import LocalRollouts, TrialRow
 from rl_train.assembly.data import Source
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.metrics.jsonl import iter_jsonl
-from rl_train.run_folders.provenance import CONFIG
+from rl_train.run_folders.run_folder import CONFIG
 from rl_train.workbench.instances import environment_factory
 
 ROUNDING = 1e-5

@@ -1,11 +1,16 @@
-"""Conversions of NeMo RL's algorithm sections, losses and checkpointing."""
+"""Conversions of NeMo RL's algorithm sections, losses and checkpointing.
+
+The rows of NeMo RL's sections `distillation` and `teacher`, and of the loss that compares the two models.
+
+The rows of NeMo RL's sections `ppo` and `value_loss_fn`, and those that only `value` has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from rl_train.config.durations import parse_duration
+from rl_train.config.schema import parse_duration
 from rlcore_cli.importing.nemo_rl.facts import algorithm_of, validates
 from rlcore_cli.importing.rows import (
     Case,
@@ -15,9 +20,18 @@ from rlcore_cli.importing.rows import (
     Redundant,
     Row,
     Unsupported,
+    cases,
+    converted,
+    is_empty,
     is_null,
     kept,
+    one_of,
     other_than,
+    redundant,
+    redundant_if,
+    renamed,
+    same,
+    unsupported,
 )
 
 _GROUPS = ("grpo", "gdpo")
@@ -238,3 +252,122 @@ TRUNCATION: list[Row] = [
     )
 ]
 """Truncated importance sampling, which has an effect only if the correction is enabled."""
+
+
+_DIVERGENCES = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "mixed_kl"}
+_NO_STEP = "the teacher is not trained"
+
+
+def _is_not_distilled(value: Any, foreign: ForeignConfig) -> bool:
+    return algorithm_of(foreign) != "distillation"
+
+
+_NO_TEACHER = (_is_not_distilled, Redundant("only distillation uses a teacher"))
+
+DISTILLATION: list[Row] = [
+    *same("distillation", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed max_val_samples"),
+    converted("distillation.max_num_steps", steps),
+    converted("distillation.max_num_epochs", epochs),
+    *validation_rows("distillation"),
+    unless_null("distillation.val_batch_size"),
+    kept(
+        "distillation.topk_logits_k",
+        (
+            _is_not_distilled,
+            Unsupported(
+                "a config has one algorithm, and another one was found first: import distillation from a separate file"
+            ),
+        ),
+        to="loss_fn.topk",
+    ),
+    cases(
+        "loss_fn.kl_type",
+        _NO_TEACHER,
+        *((one_of(name), Mapped({"loss_fn.divergence": native})) for name, native in _DIVERGENCES.items()),
+        otherwise=Unsupported(f"divergences: {', '.join(_DIVERGENCES.values())}, jsd"),
+    ),
+    kept(
+        "loss_fn.mixed_kl_weight",
+        (
+            lambda _, foreign: algorithm_of(foreign) != "distillation" or foreign.get("loss_fn.kl_type", "mixed") != "mixed",
+            Redundant("only kl_type: mixed uses it"),
+        ),
+        (
+            one_of(0, 1),
+            Unsupported("a weight of 0 or 1 is a single divergence: set loss_fn.divergence to reverse_kl or forward_kl"),
+        ),
+    ),
+    cases(
+        "loss_fn.zero_outside_topk",
+        _NO_TEACHER,
+        (
+            lambda value, _: value is False,
+            Mapped({"loss_fn.beyond_topk": "renormalize"}, "both models are renormalized over the teacher's top-k tokens"),
+        ),
+        otherwise=Mapped(
+            {"loss_fn.beyond_topk": "bucket"},
+            "tokens outside the top-k are treated as one more token; NeMo RL assigns them a teacher log-probability of -100",
+        ),
+    ),
+    *redundant("teacher", "generation generation.** generation_batch_size", "the teacher does not sample"),
+    *redundant("teacher", "optimizer optimizer.** scheduler scheduler.** max_grad_norm", _NO_STEP),
+    *redundant("teacher", "train_global_batch_size train_micro_batch_size offload_optimizer_for_logprob", _NO_STEP),
+    *redundant("teacher.megatron_cfg", "optimizer.** scheduler.** distributed_data_parallel_config.**", _NO_STEP),
+    *redundant("teacher.dynamic_batching", "train_mb_tokens", _NO_STEP),
+    *redundant("teacher.sequence_packing", "train_mb_tokens", _NO_STEP),
+    *redundant(
+        "teacher", "tokenizer.**", "the teacher must use the policy's tokenizer, which is checked before the run starts"
+    ),
+]
+
+DEFAULTS: dict[str, Any] = {
+    "distillation.num_prompts_per_step": 128,
+    "distillation.topk_logits_k": 64,
+    "loss_fn.kl_type": "mixed",
+    "loss_fn.zero_outside_topk": False,
+}
+"""NeMo RL's defaults, where rlcore's differ."""
+
+
+_OFF = "disabled"
+
+PPO: list[Row] = [
+    *same("ppo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed overlong_filtering ppo_epochs"),
+    *same("ppo", "max_val_samples val_num_generations_per_prompt advantage_clip_low advantage_clip_high"),
+    *same("ppo.reward_scaling", "enabled source_min source_max target_min target_max"),
+    *same("ppo.reward_shaping", "enabled overlong_buffer_length max_response_length"),
+    converted("ppo.reward_shaping.overlong_buffer_penalty", overlong_penalty("ppo")),
+    *redundant_if("ppo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason="implement it in the environment"),
+    converted("ppo.max_num_steps", steps),
+    converted("ppo.max_num_epochs", epochs),
+    renamed("ppo.policy_training_start_step", "ppo.critic_warmup_steps"),
+    *validation_rows("ppo"),
+    unless_null("ppo.val_batch_size"),
+    *redundant_if("ppo", "use_dynamic_sampling", [False], since=_OFF, reason="with a critic there are no groups to filter"),
+    *redundant("ppo", "dynamic_sampling_max_gen_batches batch_multiplier", "only grpo has dynamic sampling"),
+    *redundant(
+        "ppo", "skip_reference_policy_logprobs_calculation", "the reference policy is used only if the penalty is not 0"
+    ),
+    *redundant_if(
+        "ppo", "seq_logprob_error_threshold", [], since=_OFF, reason="truncated_importance_sampling_type filters rows"
+    ),
+    *unsupported("ppo", "async_ppo.**", "rollouts are always sampled with the newest weights"),
+    *redundant_if("ppo.adv_estimator", "name", ["gae"], since="same here", reason="ppo uses GAE; grpo has other estimators"),
+    renamed("ppo.adv_estimator.gae_lambda", "ppo.gae.lam"),
+    renamed("ppo.adv_estimator.gae_gamma", "ppo.gae.gamma"),
+    renamed("ppo.adv_estimator.gae_lambda_value", "ppo.gae.value_lam"),
+    renamed("ppo.adv_estimator.normalize_advantages", "ppo.gae.normalize_advantages"),
+    *redundant_if(
+        "ppo.adv_estimator", "gae_lambda_policy", [], since="gae_lambda is used", reason="gae_lambda applies to the policy"
+    ),
+    kept("ppo.adv_estimator.length_adaptive_alpha", (is_empty, Redundant("disabled")), to="ppo.gae.length_adaptive_alpha"),
+    renamed("value_loss_fn.cliprange", "ppo.value_loss.cliprange_value"),
+    *redundant_if(
+        "value_loss_fn",
+        "scale",
+        [1.0],
+        since="same here",
+        reason="the critic has its own optimizer: set its learning rate instead",
+    ),
+    *redundant("value", "reward_model_cfg.enabled reward_model_cfg.reward_model_type", "a critic has a scalar head"),
+]

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlcore_cli.importing.nemo_rl.facts import algorithm_of, has_pairs, held_out_share, samples
-from rlcore_cli.importing.nemo_rl.sources import FILES, SPLITS, dataset, source_of
+from rlcore_cli.importing.nemo_rl.facts import (
+    FILES,
+    SPLITS,
+    algorithm_of,
+    dataset,
+    has_pairs,
+    held_out_share,
+    samples,
+    source_of,
+)
 from rlcore_cli.importing.rows import (
     MISSING,
     Decision,

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlcore_cli.importing.nemo_rl import algorithms, data, distillation, facts
-from rlcore_cli.importing.nemo_rl.model_sections import rows_for, switches_for
-from rlcore_cli.importing.nemo_rl.policy_rows import POLICY
-from rlcore_cli.importing.nemo_rl.ppo import PPO
+from rlcore_cli.importing.nemo_rl import algorithms, data, facts
+from rlcore_cli.importing.nemo_rl.algorithms import PPO
+from rlcore_cli.importing.nemo_rl.policy_rows import POLICY, rows_for, switches_for
 from rlcore_cli.importing.rows import (
     Defaulted,
     ForeignConfig,
@@ -311,7 +310,7 @@ NEMO_RL = Table(
     rows=[
         *_GRPO,
         *PPO,
-        *distillation.DISTILLATION,
+        *algorithms.DISTILLATION,
         *rows_for("value", POLICY),
         *rows_for("teacher", POLICY),
         *_LOSS,
@@ -334,7 +333,7 @@ NEMO_RL = Table(
             "ppo.max_val_samples": 256,
             "loss_fn.reference_policy_kl_penalty": 0.01,
         },
-        "distillation": distillation.DEFAULTS,
+        "distillation": algorithms.DEFAULTS,
         "dpo": {"dpo.sft_average_log_probs": False},
         "sft": {},
         "rm": {},

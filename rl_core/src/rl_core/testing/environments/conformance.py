@@ -10,10 +10,16 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.checks import EnvironmentChecks
-from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor, parses_tool_calls, trial_row
+from rl_core.testing.comparisons import section_of
+from rl_core.testing.environments.checks import (
+    EnvironmentChecks,
+    EnvironmentTrial,
+    TrialRow,
+    constructor,
+    parses_tool_calls,
+    trial_row,
+)
 from rl_core.testing.promises import Condition, Conformance, Found, creation, promise
-from rl_core.testing.sections import section_of
 
 _NUM_ROWS = 6
 _SESSIONS = Condition(text="`reset` and `close` are not overridden", holds=lambda t: keeps_sessions(t.registered().load()))

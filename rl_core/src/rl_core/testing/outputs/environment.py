@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from rl_core.environments.step_results import StepResult, step_results
+from rl_core.environments.scorer import StepResult, step_results
 from rl_core.errors import DataError, RLCoreError
 from rl_core.event_loop import finished
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation
-from rl_core.testing.outputs.message_text import text_of
+from rl_core.interfaces.records import MESSAGE_KEYS, Message, Observation, text_of
 from rl_core.testing.outputs.reserved_names import ENVIRONMENT_METRICS, reserved_reward
 
 _FIELDS = EnvironmentReturn._fields

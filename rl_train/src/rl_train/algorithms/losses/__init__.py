@@ -19,21 +19,19 @@ __all__ = [
     "NLLLossFn",
     "PreferenceLossConfig",
     "PreferenceLossFn",
+    "calculate_kl",
 ]
 
 __getattr__ = import_on_first_use(
     __name__,
     {
-        ".reward_config": "BradleyTerryLossConfig",
-        ".reward": "BradleyTerryLossFn",
-        ".config": "ClippedPGLossConfig GRPOLossConfig NLLLossConfig",
-        ".policy_gradient": "ClippedPGLossFn GRPOLossFn",
-        ".value_config": "MseValueLossConfig",
-        ".value": "MseValueLossFn",
-        ".nll": "NLLLossFn",
-        ".distillation_config": "DistillationLossConfig",
+        ".config": (
+            "BradleyTerryLossConfig ClippedPGLossConfig DPOLossConfig DistillationLossConfig GRPOLossConfig MseValueLossConfig "
+            "NLLLossConfig PreferenceLossConfig"
+        ),
         ".distillation": "DistillationLossFn",
-        ".preference_config": "DPOLossConfig PreferenceLossConfig",
-        ".preference": "DPOLossFn PreferenceLossFn",
+        ".policy_gradient": "ClippedPGLossFn GRPOLossFn calculate_kl",
+        ".supervised": "BradleyTerryLossFn DPOLossFn NLLLossFn PreferenceLossFn",
+        ".value": "MseValueLossFn",
     },
 )

@@ -1,8 +1,17 @@
-"""The section `loss_fn` of the built-in losses. Does not import torch."""
+"""The section `loss_fn` of the built-in losses. Does not import torch.
+
+The section `loss_fn` of distillation. Does not import torch.
+
+The section `loss_fn` of the losses over pairs of a chosen and a rejected answer. Does not import torch.
+
+The section `loss_fn` of the reward model loss. Does not import torch.
+
+The section of the loss of a critic, `ppo.value_loss`. Does not import torch.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Final, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -219,3 +228,147 @@ class CISPOLossConfig(ClippedPGLossConfig):
     use_cispo: bool = True
     """CISPO: use the clipped ratio as a weight without a gradient, so that clipping does not remove the gradient of any
     token."""
+
+
+_HALF: Final = 0.5
+
+
+class DistillationLossConfig(LossConfig):
+    """Token-level divergence between student and teacher."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "mixed_kl", "jsd"] = "forward_kl"
+    """`forward_kl`: KL(teacher, student), mode-covering; `reverse_kl`: KL(student, teacher), mode-seeking; `mixed_kl`: weighted
+    mean of the two; `jsd`: generalized Jensen-Shannon divergence of GKD."""
+    topk: int | None = Field(default=64, ge=1)
+    """K: compute the divergence on the teacher's `topk` most likely tokens. null uses only the sampled token, by policy
+    gradient, and requires `reverse_kl`."""
+    beyond_topk: Literal["bucket", "renormalize"] = "bucket"
+    """How tokens outside the top-k are treated. `bucket`: as one additional token, so that probability outside counts;
+    `renormalize`: ignored."""
+    mixed_kl_weight: float = Field(default=_HALF, gt=0.0, lt=1.0)
+    """For `mixed_kl`: weight of the forward KL. The reverse KL has one minus this weight."""
+    jsd_beta: float = Field(default=_HALF, gt=0.0, lt=1.0)
+    """For `jsd`: weight of the teacher in the mixture. Near 0 it behaves like `forward_kl`, near 1 like `reverse_kl`."""
+    token_level_loss: bool = True
+    """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
+
+    @property
+    def corrects_for_older_weights(self) -> bool:
+        """Only a divergence of whole distributions does not depend on what sampled the tokens."""
+        return self.topk is not None
+
+    @property
+    def num_candidates(self) -> int:
+        return self.topk or 0
+
+    @property
+    def sequence_level_key(self) -> str | None:
+        return None if self.token_level_loss else "token_level_loss"
+
+    @model_validator(mode="after")
+    def _only_its_own_keys(self) -> DistillationLossConfig:
+        if self.topk is None and self.divergence != "reverse_kl":
+            raise ValueError(
+                "topk null uses only the sampled tokens, which estimate the reverse KL and no other divergence: "
+                f"{self.divergence} needs the teacher's most likely tokens. Set topk, or divergence: reverse_kl"
+            )
+        used = {
+            "beyond_topk": self.topk is not None or self.beyond_topk == "bucket",
+            "mixed_kl_weight": self.divergence == "mixed_kl" or self.mixed_kl_weight == _HALF,
+            "jsd_beta": self.divergence == "jsd" or self.jsd_beta == _HALF,
+        }
+        for key, fits in used.items():
+            if not fits:
+                raise ValueError(f"divergence {self.divergence} with topk {self.topk} does not use {key}: remove it")
+        if self.topk == 1 and self.beyond_topk == "renormalize":
+            raise ValueError(
+                "topk 1 with beyond_topk: renormalize has no signal, since a single renormalized token always "
+                "has probability 1: raise topk, or use beyond_topk: bucket"
+            )
+        return self
+
+
+class PreferenceLossConfig(LossConfig):
+    """Base section of every preference loss."""
+
+    preference_loss_weight: float = Field(default=1.0, ge=0.0)
+    """Weight of the preference loss."""
+    sft_loss_weight: float = Field(default=0.0, ge=0.0)
+    """Weight of the negative log-likelihood of the chosen answers."""
+    sft_average_log_probs: bool = True
+    """Whether that likelihood is averaged over the tokens of an answer instead of summed."""
+
+    @model_validator(mode="after")
+    def _has_a_loss(self) -> PreferenceLossConfig:
+        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
+            raise ValueError(
+                "preference_loss_weight and sft_loss_weight are both 0, so there is nothing to minimize: set one of them"
+            )
+        return self
+
+
+class DPOLossConfig(PreferenceLossConfig):
+    """Direct preference optimization (DPO)."""
+
+    reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
+    """Beta: strength of the penalty for deviating from the reference policy, and the reward per nat of log-probability."""
+    preference_average_log_probs: bool = False
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Assumed fraction of pairs with swapped labels (conservative DPO)."""
+
+
+class IPOLossConfig(PreferenceLossConfig):
+    """Identity preference optimization (IPO), which trains the margin towards a finite value."""
+
+    reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
+    """Tau: the log-ratios of a pair are trained towards a difference of 1 / (2 tau) nats."""
+    preference_average_log_probs: bool = False
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
+
+
+class HingeLossConfig(PreferenceLossConfig):
+    """Hinge loss on the DPO margin: pairs with a margin above 1 have no gradient."""
+
+    reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
+    """Beta: the reward per nat of log-probability."""
+    preference_average_log_probs: bool = False
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
+
+
+class SimPOLossConfig(PreferenceLossConfig):
+    """Simple preference optimization (SimPO): mean log-probabilities, a margin, no reference policy."""
+
+    beta: float = Field(default=2.0, gt=0.0)
+    """Reward per nat of mean log-probability."""
+    gamma: float = Field(default=1.0, ge=0.0)
+    """Target margin of the chosen answer's reward over the rejected one's."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Assumed fraction of pairs with swapped labels."""
+
+
+class ORPOLossConfig(PreferenceLossConfig):
+    """Odds-ratio preference optimization (ORPO): likelihood of the chosen answer and its odds ratio to the rejected one."""
+
+    preference_loss_weight: float = Field(default=0.1, ge=0.0)
+    """Lambda: weight of the odds-ratio loss."""
+    sft_loss_weight: float = Field(default=1.0, ge=0.0)
+    """Weight of the negative log-likelihood of the chosen answers."""
+
+
+class BradleyTerryLossConfig(LossConfig):
+    """Bradley-Terry loss: negative log-likelihood of the preferences under the scores of the answers."""
+
+    head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
+
+    centring_weight: float = Field(default=0.0, ge=0.0)
+    """Weight of the squared sum of a pair's scores, which keeps their mean near 0. 0.01 is usual; 0 disables it."""
+
+
+class MseValueLossConfig(LossConfig):
+    """Mean squared error between the critic's values and the returns, with optional clipping."""
+
+    head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
+
+    cliprange_value: float | None = Field(default=0.2, gt=0.0)
+    """Clip range of a value around its value before the step, in units of reward. null disables clipping."""

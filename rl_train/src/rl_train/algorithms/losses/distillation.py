@@ -15,21 +15,35 @@ Each token only gets its own divergence, unlike in MiniLLM (https://arxiv.org/ab
 tokens.
 
 Notation: B rows, T tokens, K candidates; p is the teacher, q the student. All quantities are in nats.
+
+Divergences between two distributions that are only known for K tokens; pure functions of log-probabilities in nats.
+
+p is the teacher, q the student. Their probabilities of K tokens are completed to distributions in one of two ways:
+
+    bucket        all other tokens form one more entry: the KL of the coarser distributions is never above that of the full ones
+                  (data-processing inequality), and equal to it if K is the vocabulary
+    renormalize   both are divided by their mass on the K tokens: mass outside is ignored, and not penalized
+
+    forward KL    sum p log(p / q)
+    reverse KL    sum q log(q / p)
+    JSD(b)        b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q: GKD, https://arxiv.org/abs/2306.13649, equation 1;
+                  JSD(b) / b converges to forward KL as b goes to 0, JSD(b) / (1 - b) to reverse KL as b goes to 1
+
+Notation: K tokens, the last axis.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NotSupportedError
-from rl_core.interfaces.loss import LossFunction, LossType
-from rl_train.algorithms.divergences import generalized_jsd, kl_divergence, renormalized, with_rest
-from rl_train.algorithms.log_ratio import bounded_log_ratio
-from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
-from rl_train.algorithms.losses.reduce import sequence_mean, token_mean
+from rl_core.interfaces.policy import LossFunction, LossType
+from rl_train.algorithms.losses.config import DistillationLossConfig
+from rl_train.algorithms.losses.policy_gradient import bounded_log_ratio, sequence_mean, token_mean
 
 TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_token_ids", "teacher_topk_logprobs"
 CANDIDATES = "candidate_logprobs"
@@ -114,3 +128,35 @@ class DistillationLossFn(LossFunction):
         ratio = bounded_log_ratio(logprobs, previous, mask).exp()
         surrogate = -ratio * (data["teacher_logprobs"] - previous)
         return surrogate, {"distillation/kl_sampled": logprobs - data["teacher_logprobs"]}
+
+
+REST_FLOOR = 1e-5
+"""Lower bound of the mass outside the K tokens, which is 1 minus a float32 sum with an error of a few 1e-6."""
+
+
+def with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """[..., K + 1]: log-probabilities of K tokens [..., K], and of all other tokens together."""
+    inside = torch.logsumexp(logprobs, dim=-1, keepdim=True).clamp(max=math.log1p(-REST_FLOOR))
+    return torch.cat([logprobs, torch.log(-torch.expm1(inside))], dim=-1)
+
+
+def renormalized(logprobs: torch.Tensor) -> torch.Tensor:
+    """[..., K]: log-probabilities, renormalized over these tokens."""
+    return torch.log_softmax(logprobs, dim=-1)
+
+
+def kl_divergence(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """[...] KL of `logprobs` [..., K] to `other` [..., K], each a full distribution."""
+    return (logprobs.exp() * (logprobs - other)).sum(dim=-1)
+
+
+def generalized_jsd(teacher: torch.Tensor, student: torch.Tensor, beta: float) -> torch.Tensor:
+    """[...] JSD(beta) of two full distributions [..., K].
+
+    Args:
+        teacher: log p.
+        student: log q.
+        beta: weight of the teacher in the mixture, between 0 and 1.
+    """
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * kl_divergence(teacher, mixture) + (1.0 - beta) * kl_divergence(student, mixture)

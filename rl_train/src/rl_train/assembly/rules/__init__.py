@@ -7,12 +7,12 @@ No rule starts a worker or loads weights.
 import logging
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_train.assembly.rules import classes, model_files, run_data
+from rl_train.assembly.rules import later_stages
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config import rules as static_rules
 from rl_train.config.rules.rule import Stage, rules_in, run_rules
 
-PAGES = (*static_rules.PAGES, classes, model_files, run_data)
+PAGES = (*static_rules.PAGES, later_stages)
 RULES = tuple(rule for page in PAGES for rule in rules_in(page))
 
 _log = logging.getLogger("rlcore")

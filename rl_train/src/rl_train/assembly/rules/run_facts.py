@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from rl_core.config.diagnostics import KeyPath, dotted
 from rl_core.config.schema import PolicyConfig
-from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError, UserError
-from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import LossFunction
 from rl_core.plugins.component import Kind
-from rl_train.assembly.losses import loss_of
-from rl_train.assembly.model_checks import tokenizer_key
+from rl_train.assembly.checks import tokenizer_key
+from rl_train.assembly.parts import loss_of
 from rl_train.assembly.preparation import DataLoaders, Preparation, RunData
 from rl_train.config.loader import LocatedConfig
-from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.models import models_of
-from rl_train.config.rules.rule import CheckedConfig, Use
-from rl_train.config.rules.sampling import declares_own_weights
+from rl_train.config.rules.rollouts import declares_own_weights
+from rl_train.config.rules.rule import CheckedConfig, UnavailableError, Use
 from rl_train.config.schema import RunConfig
 
 _Fact = TypeVar("_Fact")

@@ -4,34 +4,8 @@ A rule is a function with a stage, the keys that it reads, the uses that it appl
 need the classes, models or data of a run are in `rl_train.assembly.rules`, which has the list of all rules.
 """
 
-from rl_train.config.rules import (
-    asynchronous,
-    cluster,
-    components,
-    data,
-    environments,
-    models,
-    optimizers,
-    ranking,
-    required_sections,
-    sampling,
-    schedules,
-    written,
-)
+from rl_train.config.rules import components, models, ranking, rollouts, run
 from rl_train.config.rules.rule import rules_in
 
-PAGES = (
-    written,
-    required_sections,
-    components,
-    models,
-    optimizers,
-    schedules,
-    sampling,
-    asynchronous,
-    environments,
-    data,
-    cluster,
-    ranking,
-)
+PAGES = (run, components, models, rollouts, ranking)
 RULES = tuple(rule for page in PAGES for rule in rules_in(page))

@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Final
 
-from rl_core.config.diagnostics import Problem
-from rl_core.config.source_tree import KeyPath
+from rl_core.config.diagnostics import KeyPath, Problem
 from rl_core.plugins.component import Kind, did_you_mean
-from rl_train.config.rules.required_sections import validates
+from rl_train.config.rules.components import validates
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, Stage, Use, rule
 from rl_train.config.schema import RunConfig
 

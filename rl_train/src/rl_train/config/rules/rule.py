@@ -8,26 +8,29 @@ A rule is a function with a docstring, which is its text in reports:
 
 It reads the sections of `config.run`. A section in which a key is invalid raises `UnavailableError` if a rule reads that key,
 so a rule never judges a default instead of what the user meant: the rule is then listed as not checked.
+
+Sections of a config with invalid keys, for rules about the other keys. Reading an invalid key raises an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
-from rl_core.config.diagnostics import InvalidConfigError, Problem
-from rl_core.config.source_tree import Node, dotted
-from rl_core.errors import PluginError, UserError
+from pydantic import BaseModel, create_model, model_validator
+
+from rl_core.config.diagnostics import InvalidConfigError, KeyPath, Node, Problem, dotted
+from rl_core.config.introspection import Model
+from rl_core.errors import PluginError, RLCoreError, UserError
 from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
-from rl_train.config.config_layout import ConfigLayout
-from rl_train.config.overrides import Override
-from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.schema import RunConfig
+from rl_train.config.slots import ConfigLayout
+from rl_train.config.values import Override
 
 
 class Stage(StrEnum):
@@ -235,3 +238,91 @@ def run_rules(rules: Iterable[Rule], config: CheckedConfig | WrittenConfig, *sta
         if each.stage in stages and config.use in each.applies_to:
             report.run(each, config)
     return report
+
+
+class UnavailableError(RLCoreError):
+    """Something that a rule reads is invalid, and reported as such. The message says what."""
+
+
+class _PartialSection(BaseModel):
+    """Base of sections of which only some names can be read."""
+
+    unavailable_names: ClassVar[frozenset[str]] = frozenset()
+    section_key: ClassVar[KeyPath] = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in type(self).unavailable_names:
+            raise UnavailableError(dotted((*type(self).section_key, name)))
+        return super().__getattribute__(name)
+
+
+_CHEAP = {"use_attribute_docstrings": False, "defer_build": True}
+"""Settings of models with a single instance. Without them, Pydantic searches all imported modules for the source of each class,
+up to 0.1 seconds, and creates a validator also for a section of which nothing can be read."""
+
+
+def partial_section(
+    model: Model, values: Mapping[str, Any], *, path: KeyPath, unknown: Collection[str], is_component: bool = True
+) -> BaseModel:
+    """An instance of a section's model that raises `UnavailableError` where a key is read whose value is not known.
+
+    Args:
+        model: The model.
+        values: The values of the section, which may be invalid.
+        path: The key of the section.
+        unknown: Its keys whose values are not known. If the others are invalid without them, none is.
+        is_component: Whether `model` is the model of the section's component. If it is not, because the component was not
+            found, what the component would define (methods and properties) cannot be read either.
+    """
+    is_open = model.model_config.get("extra") == "allow"
+    given = {key: value for key, value in values.items() if key not in unknown and (is_open or key in model.model_fields)}
+    unavailable = {*unknown, *(() if is_component else _names_of(model))}
+    if not unavailable and not any(map(_holds_sections, given.values())):
+        return model.model_validate(given)
+    partial = _partial_model(
+        model, path, unavailable, unchecked=[key for key, value in given.items() if _holds_sections(value)]
+    )
+    try:
+        return partial.model_validate(given)
+    except Exception:  # the validation of the section reported it; a validator of a plugin's model may raise anything
+        return unavailable_section(model, path)
+
+
+def unavailable_section(model: Model, path: KeyPath) -> BaseModel:
+    """An instance of a section's model of which nothing can be read."""
+    return _partial_model(model, path, {*model.model_fields, *_names_of(model)}).model_construct()
+
+
+def _tolerant(validate: Callable[[Any], Any]) -> Any:
+    """A validator of the whole section that demands nothing about keys that are not available."""
+
+    @model_validator(mode="after")
+    def check(section: BaseModel) -> BaseModel:
+        with suppress(UnavailableError):
+            validate(section)
+        return section
+
+    return check
+
+
+def _names_of(model: Model) -> set[str]:
+    """What a model defines in addition to its fields and to what every model has."""
+    return {name for name in dir(model) if not name.startswith("_") and not hasattr(BaseModel, name)}
+
+
+def _holds_sections(value: object) -> bool:
+    """Whether a value is a section, or several by name; validated again, it would read what is not available."""
+    return isinstance(value, BaseModel) or (isinstance(value, dict) and any(isinstance(it, BaseModel) for it in value.values()))
+
+
+def _partial_model(model: Model, path: KeyPath, unavailable: Collection[str], *, unchecked: Collection[str] = ()) -> Model:
+    """A subclass of the model, so that rules recognize it, with fields of any type where nothing is validated."""
+    names = (name for name in {*unavailable, *unchecked} if name in model.model_fields)
+    fields: dict[str, Any] = dict.fromkeys(names, (Any, None))
+    validators = model.__pydantic_decorators__.model_validators.items()
+    tolerant = {name: _tolerant(found.func) for name, found in validators if found.info.mode == "after"}
+    partial: Model = create_model(
+        model.__name__, __base__=(_PartialSection, model), __validators__=tolerant, __cls_kwargs__=_CHEAP, **fields
+    )
+    partial.unavailable_names, partial.section_key = frozenset(unavailable), path  # type: ignore[attr-defined]
+    return partial

@@ -1,1 +1,0 @@
-"""`rlcore compare`: compares runs on the terminal and as an HTML page."""

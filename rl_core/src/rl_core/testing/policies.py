@@ -1,0 +1,412 @@
+"""Conformance of policies.
+
+The rows and the loss with which the kit trains policies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+from unittest import SkipTest
+
+import torch
+
+from rl_core.config.schema import DeadlineConfig, PolicyConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import CheckpointError, NonFiniteError, NotSupportedError
+from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, PolicyInterface
+from rl_core.plugins.component import Kind
+from rl_core.testing.comparisons import check_logprobs, check_unchanged, section_of
+from rl_core.testing.outputs.models import scored
+from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
+from rl_core.testing.reference import (
+    FIRST_BYTE,
+    VOCABULARY,
+    ReferenceTrainer,
+    log_distributions,
+    make_weights,
+    save_model,
+    transfer,
+)
+from rl_core.weights.cuda_ipc import open_handles
+from rl_core.weights.fingerprint import Kind as DigestKind
+from rl_core.weights.fingerprint import combine, tensor_digests
+from rl_core.weights.manifest import manifest_of
+
+TEMPERATURE = 0.7
+_TOP = 5
+_CLIPPED = 0.2
+"""Largest gradient norm, below that of every step, so that each is clipped; `grad_norm` is the norm before."""
+_RELATIVE = 1e-3
+"""Largest relative difference of a loss, metric or gradient norm; float32 sums in another order differ by about 1e-6."""
+_BUFFER = 100_000
+"""Bytes of weights in transit: the model needs several buckets."""
+_SCORES, _LOSS, _EVALUATION, _GRADIENT, _STEP, _VERSION, _SENT = (
+    "test_log_probabilities_equal_the_reference",
+    "test_loss_and_metrics_equal_the_reference",
+    "test_evaluation_takes_no_step",
+    "test_the_gradient_equals_the_reference",
+    "test_a_step_moves_the_weights_as_that_of_the_reference",
+    "test_the_version_counts_optimizer_steps",
+    "test_sent_weights_are_the_trained_weights",
+)
+
+
+class _Subject:
+    """A policy, and the reference that takes the same steps."""
+
+    def __init__(self, policy: PolicyInterface, reference: ReferenceTrainer) -> None:
+        self.policy, self.reference = policy, reference
+
+
+_SENDING = Condition(
+    text="none of `by_reference`, `shared_memory` and `disk` is declared",
+    holds=lambda tests: bool({"by_reference", "shared_memory", "disk"} & tests.capabilities()),
+)
+
+
+class PolicyConformance(Conformance[_Subject]):
+    """Promises of policies.
+
+    Attributes:
+        tolerance: largest difference of a log-probability from the reference, in nats; for float32.
+    """
+
+    kind = Kind.POLICY
+    minimum = 14
+    created_again = True
+    tolerance: ClassVar[float] = 1e-3
+
+    @classmethod
+    def section(cls) -> PolicyConfig:
+        """The policy's section: the model of the kit in float32, and an optimizer whose state matters."""
+        values: dict[str, Any] = {
+            "backend": cls.component,
+            "model_name": str(cls._folder / "model"),
+            "precision": "float32",
+            "max_total_sequence_length": 64,
+            "train_micro_batch_size": 2 * NUM_ROWS,
+            "logprob_batch_size": 3,
+            "max_grad_norm": _CLIPPED,
+            "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5, "momentum": 0.9}},
+            "generation": {"backend": "reference", "temperature": TEMPERATURE},
+        }
+        return section_of(cls.registered(), PolicyConfig, {**values, **cls.config})
+
+    @classmethod
+    def create(cls) -> _Subject:
+        weights = make_weights()
+        save_model(cls._folder / "model", weights)
+        section = cls.section()
+        policy = cls.registered().load()(config=section, cluster=cls.cluster(), deadlines=DeadlineConfig(), name="policy")
+        if not isinstance(policy, PolicyInterface):
+            raise Found(f"{type(policy).__name__} is not a subclass of rl_core.interfaces.PolicyInterface.")
+        cls._exits.callback(policy.shutdown)
+        policy.prepare_for_training()
+        return _Subject(policy, ReferenceTrainer(weights, section))
+
+    test_it_is_created_from_its_section = creation(
+        "It is created with `config`, `cluster`, `deadlines` and `name`, and loads a folder in the format of Transformers."
+    )
+
+    @promise("`get_logprobs` returns the log-probability of each token at the sampling temperature, and 0.0 on padding.")
+    def test_log_probabilities_equal_the_reference(self) -> str:
+        self._check_weights(f"at temperature {TEMPERATURE}", seed=1)
+        return self._check_weights(f"at temperature {TEMPERATURE}", seed=2)
+
+    @promise(
+        "`get_topk_logprobs` returns the most likely tokens of each position, in descending order.",
+        applies=declares("topk_logprobs"),
+        after=_SCORES,
+    )
+    def test_top_log_probabilities_equal_the_reference(self) -> None:
+        rows = make_rows(seed=1)
+        scores = scored(self._policy.get_topk_logprobs, _scoring(rows), _TOP)["topk_logprobs"]
+        for row, (tokens, length) in enumerate(zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)):
+            expected = log_distributions(self._reference.weights, tokens[: length - 1], temperature=TEMPERATURE)
+            difference = float((scores[row, 1:length] - expected.topk(_TOP).values).abs().max().detach())
+            if not difference <= self.tolerance:
+                raise Found(f"the {_TOP} largest log-probabilities of row {row} differ by up to {difference:g} nats.")
+
+    @promise("With `eval_mode`, `train` changes neither the weights nor their version.", after=_SCORES)
+    def test_evaluation_takes_no_step(self) -> None:
+        self._policy.train(make_rows(seed=4), KitLoss(), eval_mode=True)
+        self._check_state("after an evaluation")
+
+    @promise("`train` reports loss, metrics and counts of the whole batch, as the reference computes them.", after=_EVALUATION)
+    def test_loss_and_metrics_equal_the_reference(self) -> str:
+        rows = make_rows(seed=4)
+        expected, returned = self._reference.outcome(rows, KitLoss()), self._policy.train(rows, KitLoss(), eval_mode=True)
+        reported = {**returned, **returned.get("metrics", {})}
+        for name in expected.keys() - {"grad_norm"}:
+            _check_number(name, reported.get(name), expected[name])
+        return f"loss {expected['loss']:.4f}"
+
+    @promise("Scoring and training do not change the rows that they are passed.", after=_LOSS)
+    def test_its_arguments_are_unchanged(self) -> None:
+        check_unchanged("get_logprobs", self._policy.get_logprobs, make_rows(seed=3))
+        check_unchanged("train", lambda rows: self._policy.train(rows, KitLoss(), eval_mode=True), make_rows(seed=3))
+
+    @promise("The gradient norm that a step reports is that of the reference, before clipping.", after=_LOSS)
+    def test_the_gradient_equals_the_reference(self) -> str:
+        return f"norm {self._stepped(make_rows(seed=5)):.4f}"
+
+    @promise(
+        "A step clips the gradient at `max_grad_norm`, and moves the weights with the section's optimizer.", after=_GRADIENT
+    )
+    def test_a_step_moves_the_weights_as_that_of_the_reference(self) -> str:
+        for seed in (6, 7):
+            self._stepped(make_rows(seed=seed))
+            found = self._check_weights("after a step")
+        return found
+
+    @promise("The gradient is the same for every number of rows in a microbatch (`mbs`).", after=_STEP)
+    def test_microbatches_do_not_change_the_gradient(self) -> None:
+        for size in (1, 3):
+            self._stepped(make_rows(seed=8), mbs=size)
+            self._check_weights(f"after a step with microbatches of {size} rows")
+
+    @promise("Rows with a `sample_mask` of 0 change neither the gradient nor its normalization.", after=_STEP)
+    def test_filler_rows_do_not_change_the_gradient(self) -> None:
+        rows = make_rows(seed=9)
+        self._stepped(rows, passed=with_filler(rows, 3))
+        self._check_weights("after a step with filler rows")
+
+    @promise("`train` takes one optimizer step for every `gbs` rows, in their order.", after=_STEP)
+    def test_a_call_takes_a_step_for_each_batch(self) -> None:
+        rows, half = make_rows(seed=10), NUM_ROWS // 2
+        returned = self._policy.train(rows, KitLoss(), gbs=half)
+        for start in (0, half):
+            self._reference.train(rows.slice(start, start + half), KitLoss())
+        if returned.get("num_optimizer_steps") != 2:
+            raise Found(f"`num_optimizer_steps` is {returned.get('num_optimizer_steps')} for {NUM_ROWS} rows and gbs={half}.")
+        self._check_weights(f"after {NUM_ROWS} rows with gbs={half}")
+
+    @promise("`weight_version` counts the optimizer steps behind the weights.", after=_STEP)
+    def test_the_version_counts_optimizer_steps(self) -> str:
+        self._stepped(make_rows(seed=11))
+        return self._check_version("after a step")
+
+    @promise("The reference policy keeps the initial weights while the policy is trained.", after=_STEP)
+    def test_the_reference_policy_is_frozen(self) -> str:
+        rows = make_rows(seed=13)
+        try:
+            with errors_of_workers():
+                scores = scored(self._policy.get_reference_policy_logprobs, _scoring(rows))["reference_logprobs"]
+        except NotSupportedError:
+            raise SkipTest("the policy keeps no reference policy") from None
+        initial = ReferenceTrainer(make_weights(), self.section())
+        return self._check_scores(scores, initial, rows, "of the reference policy")
+
+    @promise(
+        "After `load_checkpoint`, training continues as from the saved state: weights, optimizer and version.", after=_VERSION
+    )
+    def test_training_continues_from_a_checkpoint(self) -> None:
+        paths = self._folder / "checkpoint" / "weights", self._folder / "checkpoint" / "optimizer"
+        self._policy.save_checkpoint(*paths)
+        saved, first = copy.deepcopy(self._reference), self._continued()
+        self._policy.load_checkpoint(*paths)
+        self.subject().reference = saved
+        self._check_state("after loading a checkpoint")
+        again = self._continued()
+        if not torch.equal(first, again):
+            raise Found(
+                f"the log-probabilities after two more steps differ by up to {float((first - again).abs().max()):g} nats from "
+                "those of the same steps before loading. Save and load the optimizer's state."
+            )
+
+    @promise("`load_checkpoint` of a folder that does not exist is a `CheckpointError`.", after=_SCORES)
+    def test_a_missing_checkpoint_is_refused(self) -> None:
+        missing = self._folder / "missing"
+        with must_raise(CheckpointError, otherwise=f"{missing} does not exist, and was loaded."):
+            self._policy.load_checkpoint(missing / "weights", missing / "optimizer")
+
+    @promise("It may be prepared, finished and offloaded twice, and its scores stay the same.", after=_STEP)
+    def test_it_may_be_offloaded_twice(self) -> None:
+        calls: list[Callable[[], Any]] = [self._policy.finish_training]
+        if isinstance(self._policy, ColocatablePolicyInterface):
+            calls += [self._policy.offload_before_refit, self._policy.offload_after_refit]
+        for call in (*calls, self._policy.prepare_for_training):
+            call()
+            call()
+        self._check_weights("after offloading")
+
+    @promise(
+        "The tensors that are sent in a refit are the trained weights, under their names in the checkpoint.",
+        applies=_SENDING,
+        after=_STEP,
+    )
+    def test_sent_weights_are_the_trained_weights(self) -> str:
+        for seed in (14, 15):
+            sent = self._sent()
+            expected = {name: weight.detach() for name, weight in self._reference.weights.items()}
+            if different := sorted(sent.keys() ^ expected.keys()):
+                raise Found(f"the names {', '.join(different)} are sent or in the checkpoint, not both.")
+            for name, weight in expected.items():
+                if sent[name].shape != weight.shape or not torch.allclose(sent[name].float(), weight, atol=1e-3):
+                    raise Found(f"{name} is not the trained weight of version {self._policy.weight_version}.")
+            self._stepped(make_rows(seed=seed))
+        return f"{len(sent)} tensors"
+
+    @promise("`weight_fingerprint` is that of the tensors that are sent.", applies=_SENDING, after=_SENT)
+    def test_the_fingerprint_is_that_of_the_sent_weights(self) -> None:
+        for _ in range(2):
+            sent, found = self._sent(), self._sender.weight_fingerprint()
+            kind: DigestKind = "wsum" if found.startswith("wsum") else "xxh3"
+            expected = combine(tensor_digests(sent.items(), kind=kind), kind=kind)
+            if found != expected:
+                raise Found(f"the fingerprint is {found}, and that of the sent tensors {expected}.")
+            self._stepped(make_rows(seed=14))
+
+    @promise("A loss or gradient that is not finite is a `NonFiniteError`; weights and version are unchanged.", after=_VERSION)
+    def test_a_step_that_is_not_finite_is_refused(self) -> None:
+        rows = make_rows(seed=12)
+        rows["advantages"][0] = torch.nan
+        with must_raise(NonFiniteError, otherwise="it took a step on a loss of NaN."):
+            self._policy.train(rows, KitLoss())
+        with must_raise(NonFiniteError, otherwise="it took a step on a gradient of NaN of a finite loss."):
+            self._policy.train(make_rows(seed=12), NanGradientLoss(1))
+        self._check_state("after a refused step")
+
+    @promise("`shutdown` may be called twice.")
+    def test_shutdown_may_be_called_twice(self) -> None:
+        self._policy.shutdown()
+        self._policy.shutdown()
+
+    @property
+    def _policy(self) -> PolicyInterface:
+        return self.subject().policy
+
+    @property
+    def _sender(self) -> ColocatablePolicyInterface:
+        if not isinstance(self._policy, ColocatablePolicyInterface):
+            raise Found(f"{type(self._policy).__name__} is not a subclass of rl_core.interfaces.ColocatablePolicyInterface.")
+        return self._policy
+
+    @property
+    def _reference(self) -> ReferenceTrainer:
+        return self.subject().reference
+
+    def _stepped(self, rows: BatchedDataDict[Any], *, passed: Any = None, mbs: int | None = None) -> float:
+        """Take a step in policy and reference, and compare the gradient norm, which is returned."""
+        returned = self._policy.train(rows if passed is None else passed, KitLoss(), mbs=mbs)
+        expected = self._reference.train(rows, KitLoss())["grad_norm"]
+        _check_number("grad_norm", returned.get("grad_norm"), expected)
+        return expected
+
+    def _continued(self) -> torch.Tensor:
+        """Log-probabilities after two more steps."""
+        for seed in (15, 16):
+            self._stepped(make_rows(seed=seed))
+        scores: torch.Tensor = self._policy.get_logprobs(_scoring(make_rows(seed=17)))["logprobs"]
+        return scores
+
+    def _sent(self) -> dict[str, torch.Tensor]:
+        """Copies of the tensors of a refit, which are checked against its manifest."""
+        policy, tensors = self._sender, {}
+        usable = self.capabilities() - {"by_reference"} if self.uses_ray else self.capabilities()
+        form = transfer(usable, self._folder / "sent.safetensors")
+        manifest = policy.prepare_refit_info() or {}
+        try:
+            for names in policy.prepare_weights_for_ipc(_BUFFER):
+                handles = policy.get_weights_ipc_handles(names, **form)
+                bucket = open_handles(handles, torch.device("cpu"))
+                tensors.update({name: tensor.detach().clone() for name, tensor in bucket.items()})
+        finally:
+            policy.finish_refit()
+        found, stated = manifest_of(tensors), {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.items()}
+        if found != stated:
+            wrong = sorted(name for name in {*found, *stated} if found.get(name) != stated.get(name))
+            raise Found(f"{wrong[0]} is {stated.get(wrong[0])} in the manifest, and was sent as {found.get(wrong[0])}.")
+        return tensors
+
+    def _check_weights(self, when: str, *, seed: int = 18) -> str:
+        """Compare weights by the log-probabilities of rows."""
+        rows = make_rows(seed=seed)
+        scores = scored(self._policy.get_logprobs, _scoring(rows))["logprobs"]
+        return self._check_scores(scores, self._reference, rows, when)
+
+    def _check_version(self, when: str) -> str:
+        if (found := self._policy.weight_version) != self._reference.version:
+            raise Found(f"the weight version is {found} {when}, and {self._reference.version} steps were taken.")
+        return f"version {found}"
+
+    def _check_state(self, when: str) -> None:
+        self._check_version(when)
+        self._check_weights(when)
+
+    @torch.no_grad()
+    def _check_scores(self, scores: torch.Tensor, trainer: ReferenceTrainer, rows: BatchedDataDict[Any], when: str) -> str:
+        return check_logprobs(scores, trainer.logprobs(rows), tolerance=self.tolerance, when=when)
+
+
+def _scoring(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    return BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths")})
+
+
+def _check_number(name: str, found: Any, expected: float) -> None:
+    if not isinstance(found, int | float) or not abs(found - expected) <= _RELATIVE * max(abs(expected), 1e-3):
+        raise Found(f"`{name}` is {found}, and {expected:g} by the reference.")
+
+
+NUM_ROWS, WIDTH = 8, 24
+
+
+class KitLoss(LossFunction):
+    """Minus the mean weighted probability of tokens, and of rows: each token has its own gradient, and both counts are used."""
+
+    metric_reductions: ClassVar = {"weighted_logprobs": "sum"}
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        return frozenset({"advantages"})
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+        weighted = mask * data["advantages"] * (next_token_logprobs / 8).exp()
+        rows = (weighted.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() / global_valid_seqs
+        metric = (mask * data["advantages"] * next_token_logprobs.detach()).sum() / global_valid_toks
+        return -weighted.sum() / global_valid_toks - rows, {"weighted_logprobs": metric}
+
+
+class NanGradientLoss(LossFunction):
+    """A loss of 0 whose gradient is NaN in the first microbatch of each rank."""
+
+    def __init__(self, rows_per_unit: int) -> None:
+        self.rows_per_unit, self._is_first = rows_per_unit, True
+
+    def __call__(self, next_token_logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss, without metrics."""
+        is_first, self._is_first = self._is_first, False
+        mean = next_token_logprobs.mean()
+        return ((mean * 0.0).sqrt() if is_first else mean - mean.detach()), {}
+
+
+def make_rows(*, seed: int) -> BatchedDataDict[Any]:
+    """Rows of unequal lengths with the columns of training; row 2 is not trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(6, WIDTH + 1, (NUM_ROWS,), generator=generator)
+    lengths[0] = WIDTH
+    position = torch.arange(WIDTH)
+    inside = position < lengths.unsqueeze(1)
+    ids = torch.randint(FIRST_BYTE, VOCABULARY - 2, (NUM_ROWS, WIDTH), generator=generator)
+    return BatchedDataDict(
+        input_ids=torch.where(inside, ids, 0),
+        input_lengths=lengths,
+        token_mask=(inside & (position >= 3)).float(),
+        sample_mask=(torch.arange(NUM_ROWS) != 2).float(),
+        advantages=torch.where(inside, torch.randn((NUM_ROWS, WIDTH), generator=generator), 0.0),
+    )
+
+
+def with_filler(rows: BatchedDataDict[Any], number: int) -> BatchedDataDict[Any]:
+    """The rows and copies of the first ones that `sample_mask` excludes."""
+    filler: BatchedDataDict[Any] = BatchedDataDict({**rows.slice(0, number), "sample_mask": torch.zeros(number)})
+    return BatchedDataDict.from_batches([rows, filler])

@@ -1,1 +1,0 @@
-"""Conformance of policies: scores, optimizer steps, checkpoints and sent weights, compared with a reference trained alike."""

@@ -1,0 +1,280 @@
+"""A Llama of 90,000 parameters in plain torch, and the folder from which backends load it.
+
+It is written from the definition of the architecture (https://arxiv.org/abs/2302.13971, grouped queries of
+https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend.
+
+A policy without training: it holds reference weights and sends them to an engine.
+
+Optimizer steps of the reference model, with the optimizer of a policy's section.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from rl_core.config.policy_sections import PolicyConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import LossFunction, RefitManifest
+from rl_core.interfaces.worker_context import WorkerContext
+from rl_core.plugins.import_path import resolve
+from rl_core.weights.fingerprint import Kind
+from rl_core.weights.manifest import manifest_of
+from rl_core.weights.source import WeightSource
+
+Weights = Mapping[str, torch.Tensor]
+"""Name in the checkpoint to tensor, float32."""
+
+PAD, EOS, FIRST_BYTE = 0, 1, 2
+VOCABULARY = 260
+"""Padding, end of sequence, the 256 bytes, and two tokens that are never in a prompt."""
+MAX_LENGTH = 256
+_HIDDEN, _INNER, _LAYERS, _HEADS, _KEY_HEADS, _HEAD = 64, 96, 2, 2, 1, 32
+_THETA, _EPSILON = 10000.0, 1e-5
+
+
+def make_weights(*, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Random weights, wide enough that log-probabilities differ by whole nats, so that errors are visible."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int, width: float = 0.15) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * width
+
+    weights = {"model.embed_tokens.weight": drawn(VOCABULARY, _HIDDEN, width=1.0)}
+    for layer in range(_LAYERS):
+        name = f"model.layers.{layer}."
+        weights[f"{name}input_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
+        weights[f"{name}self_attn.q_proj.weight"] = drawn(_HEADS * _HEAD, _HIDDEN)
+        weights[f"{name}self_attn.k_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
+        weights[f"{name}self_attn.v_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
+        weights[f"{name}self_attn.o_proj.weight"] = drawn(_HIDDEN, _HEADS * _HEAD)
+        weights[f"{name}post_attention_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
+        weights[f"{name}mlp.gate_proj.weight"] = drawn(_INNER, _HIDDEN)
+        weights[f"{name}mlp.up_proj.weight"] = drawn(_INNER, _HIDDEN)
+        weights[f"{name}mlp.down_proj.weight"] = drawn(_HIDDEN, _INNER)
+    weights["model.norm.weight"] = 1.0 + drawn(_HIDDEN)
+    weights["lm_head.weight"] = drawn(VOCABULARY, _HIDDEN, width=0.2)
+    # Some rows end by themselves, others at a limit.
+    weights["lm_head.weight"][EOS] *= 2.5
+    return weights
+
+
+def log_distributions(weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of all tokens after each prefix of a row.
+
+    Args:
+        weights: the weights.
+        tokens: [T] int64.
+        temperature: divides the logits.
+
+    Returns:
+        [T, V] float32, in nats; position t is the distribution of token t + 1.
+    """
+    hidden = weights["model.embed_tokens.weight"][tokens]
+    length = len(tokens)
+    future = torch.triu(torch.full((length, length), -torch.inf), diagonal=1)
+    for layer in range(_LAYERS):
+        name = f"model.layers.{layer}."
+        normed = _normed(hidden, weights[f"{name}input_layernorm.weight"])
+        queries = _rotated((normed @ weights[f"{name}self_attn.q_proj.weight"].T).view(length, _HEADS, _HEAD))
+        keys = _rotated((normed @ weights[f"{name}self_attn.k_proj.weight"].T).view(length, _KEY_HEADS, _HEAD))
+        values = (normed @ weights[f"{name}self_attn.v_proj.weight"].T).view(length, _KEY_HEADS, _HEAD)
+        keys, values = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(_HEAD) + future
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).reshape(length, _HEADS * _HEAD)
+        hidden = hidden + mixed @ weights[f"{name}self_attn.o_proj.weight"].T
+        normed = _normed(hidden, weights[f"{name}post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(normed @ weights[f"{name}mlp.gate_proj.weight"].T)
+        inner = gate * (normed @ weights[f"{name}mlp.up_proj.weight"].T)
+        hidden = hidden + inner @ weights[f"{name}mlp.down_proj.weight"].T
+    logits = _normed(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+def logprobs(weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding."""
+    rows = []
+    for tokens, length in zip(ids, lengths.tolist(), strict=True):
+        distributions = log_distributions(weights, tokens[: length - 1], temperature=temperature)
+        of_tokens = distributions.gather(1, tokens[1:length, None])[:, 0]
+        rows.append(torch.nn.functional.pad(of_tokens, (1, len(tokens) - length)))
+    return torch.stack(rows)
+
+
+def greedy_completion(weights: Weights, prompt: torch.Tensor, *, limit: int) -> torch.Tensor:
+    """The most likely token at each position, until the end token, which is included, or the limit."""
+    tokens = prompt
+    for _ in range(limit):
+        following = log_distributions(weights, tokens)[-1].argmax()
+        tokens = torch.cat([tokens, following.view(1)])
+        if int(following) == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+def save_model(folder: Path, weights: Weights) -> str:
+    """Write weights, config and a tokenizer of bytes in the format of Transformers; returns the folder as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=_HIDDEN,
+        intermediate_size=_INNER,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KEY_HEADS,
+        head_dim=_HEAD,
+        max_position_embeddings=MAX_LENGTH,
+        rms_norm_eps=_EPSILON,
+        rope_theta=_THETA,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+    config.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(), eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "<unused0>", "<unused1>"]
+    core = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(name, special=True) for name in ("<pad>", "<eos>")])
+    return core
+
+
+def _normed(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return hidden * (hidden.square().mean(dim=-1, keepdim=True) + _EPSILON).rsqrt() * scale
+
+
+def _rotated(heads: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: pairs (i, i + D/2) of each head are rotated by the position times theta^(-2i/D)."""
+    half = _HEAD // 2
+    angles = torch.arange(len(heads))[:, None] * _THETA ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class ReferenceSender(WeightSource):
+    """The sending half of a refit.
+
+    Args:
+        weights: the weights of version 0.
+        folder: for weights sent as files.
+    """
+
+    def __init__(self, weights: Weights, folder: Path) -> None:
+        self.context = WorkerContext(
+            rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
+        )
+        self.weights, self._version, self._folder = dict(weights), 0, folder
+        self.received = self.weights
+        """What the engine has after the last complete refit."""
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, self.weights[name]) for name in (names if names is not None else self.weights))
+
+    def weight_manifest(self) -> RefitManifest:
+        return manifest_of(self.weights)
+
+    def get_weight_version(self) -> int:
+        return self._version
+
+    def train(self, *, seed: int) -> None:
+        """Replace every weight, as an optimizer step does; the version increases by one."""
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in self.weights.items()
+        }
+        self._version += 1
+
+    def refit(self, engine: GenerationInterface, capabilities: Collection[str], *, leave_out: int = 0) -> None:
+        """Send the weights with a primitive that the engine declares.
+
+        Args:
+            engine: the receiver.
+            capabilities: of the engine.
+            leave_out: number of tensors at the end that are not sent.
+        """
+        dtypes = engine.prepare_refit_info(self.prepare_refit_info()) or {}
+        self.prepare_weights_for_ipc(receiver_dtypes=dtypes)
+        names = list(self.weights)
+        try:
+            for number, bucket in enumerate([names[:5], names[5 : len(names) - leave_out]]):
+                engine.update_weights(
+                    self.get_weights_ipc_handles(bucket, **transfer(capabilities, self._folder / f"{number}.safetensors"))
+                )
+        finally:
+            self.finish_refit()
+        self.received = self.weights
+
+    def fingerprint(self, engine: GenerationInterface) -> str:
+        """The fingerprint of the weights as the engine stores them, in the kind of the engine's."""
+        digests = engine.weight_digests()
+        dtypes = {name: digest.partition("[")[0] for name, digest in digests.items() if name in self.weights}
+        kind: Kind = "wsum" if engine.weight_fingerprint().startswith("wsum") else "xxh3"
+        return self.weight_fingerprint(dtypes=dtypes, kind=kind)
+
+
+def transfer(capabilities: Collection[str], file: Path) -> Mapping[str, Any]:
+    """Arguments of `get_weights_ipc_handles` for a primitive that both ends declare; `file` is for weights sent as files."""
+    if "by_reference" in capabilities:
+        return {"by_reference": True}
+    if "shared_memory" in capabilities:
+        return {}
+    return {"file": str(file)}
+
+
+class ReferenceTrainer:
+    """Trains the reference model: one pass for all rows of a step, with gradients by autograd.
+
+    Args:
+        weights: of version 0.
+        section: the policy's, for optimizer, temperature and clipping.
+    """
+
+    def __init__(self, weights: Weights, section: PolicyConfig) -> None:
+        self.weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
+        self.version = 0
+        self._section = section
+        factory: Any = resolve(section.optimizer.name, key="policy.optimizer.name")
+        self._optimizer = factory(list(self.weights.values()), **section.optimizer.kwargs)
+
+    def logprobs(self, rows: BatchedDataDict[Any]) -> torch.Tensor:
+        """[B, T] float32 at the scoring temperature, in nats; 0.0 at position 0 and on padding."""
+        ids, lengths = rows["input_ids"], rows["input_lengths"]
+        return logprobs(self.weights, ids, lengths, temperature=self._section.scoring_temperature)
+
+    def outcome(self, rows: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, float]:
+        """What a step should report, without taking it; `grad_norm` is before clipping. The gradients stay in the weights."""
+        self._optimizer.zero_grad()
+        seqs, toks = rows["sample_mask"].sum(), (rows["token_mask"] * rows["sample_mask"].unsqueeze(1)).sum()
+        loss, metrics = loss_fn(self.logprobs(rows), rows, seqs, toks)
+        loss.backward()
+        norm = torch.stack([weight.grad.norm() for weight in self.weights.values() if weight.grad is not None]).norm()
+        numbers = {"loss": loss.detach(), "grad_norm": norm, "global_valid_seqs": seqs, "global_valid_toks": toks, **metrics}
+        return {name: float(value) for name, value in numbers.items()}
+
+    def train(self, rows: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, float]:
+        """Take one step."""
+        expected = self.outcome(rows, loss_fn)
+        if self._section.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self.weights.values()), self._section.max_grad_norm)
+        self._optimizer.step()
+        self.version += 1
+        return expected

@@ -1,1 +1,0 @@
-"""Generated arithmetic problems and the environment that checks the answers."""

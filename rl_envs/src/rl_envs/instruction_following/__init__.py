@@ -1,1 +1,0 @@
-"""Verifiable instructions: constraints on the form of an answer that a program can check."""

@@ -1,1 +1,0 @@
-"""A language model behind an OpenAI-compatible server as a judge of answers."""

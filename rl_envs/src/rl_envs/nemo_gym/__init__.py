@@ -1,1 +1,0 @@
-"""The environment `nemo_gym`: tasks of a resources server of NeMo Gym."""

@@ -1,1 +1,0 @@
-"""The environment `reward_model`: scores conversations with a trained reward model."""

@@ -1,1 +1,0 @@
-"""Weather prediction, the example of a custom environment: a condition in words."""

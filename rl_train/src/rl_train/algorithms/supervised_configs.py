@@ -1,0 +1,166 @@
+"""The section `sft`. Does not import torch.
+
+The section `dpo`. Does not import torch.
+
+The section `rm`. Does not import torch.
+
+What the sections of algorithms on pairs of answers have in common. Does not import torch.
+
+The section `distillation`. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rl_core.config.diagnostics import KeyPath
+from rl_train.algorithms.losses.config import ClippedPGLossConfig, DistillationLossConfig, NLLLossConfig, PreferenceLossConfig
+from rl_train.algorithms.policy_configs import RolloutAlgorithmConfig
+from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds
+from rl_train.config.rules.components import validates
+from rl_train.config.schema import AlgorithmConfig, RunConfig, TrainingPlan
+
+
+class SFTConfig(AlgorithmConfig):
+    """Supervised fine-tuning (SFT)."""
+
+    default_loss: ClassVar[str] = "nll"
+
+    records_key: ClassVar[str | None] = "global_batch_size"
+
+    global_batch_size: int = Field(default=128, ge=1)
+    """Number of rows per step; the last step of an epoch may have fewer. `policy.train_global_batch_size` splits them into
+    optimizer steps."""
+    only_unmask_final: bool = False
+    """Whether to train only on the last assistant message instead of all of them."""
+    val_accuracy: bool = False
+    """Whether validation also completes the prompts greedily and scores the answers. Requires `policy.generation` and `env`."""
+    max_rollout_turns: int | None = Field(default=None, ge=1)
+    """Maximum number of turns in a validation rollout; null means as many as the environment needs."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(
+            records=RecordNeeds(records_per_step=self.global_batch_size, only_final_answer=self.only_unmask_final),
+            samples_in_validation=self.val_accuracy,
+            max_turns=self.max_rollout_turns,
+        )
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size)
+
+
+class PairsConfig(AlgorithmConfig):
+    """Base of the sections of algorithms that train on pairs: two rows each, the chosen answer first."""
+
+    records_key: ClassVar[str | None] = "global_batch_size"
+
+    global_batch_size: int = Field(default=32, ge=1)
+    """Number of pairs per step; the last step of an epoch may have fewer. `policy.train_global_batch_size` (in rows, two per
+    pair) splits them into optimizer steps."""
+    val_batch_size: int = Field(default=128, ge=1)
+    """Number of pairs per validation batch."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(records=RecordNeeds(records_per_step=self.global_batch_size, pairs=True))
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        rows = run.policy.train_global_batch_size
+        if rows is not None and rows % 2:
+            yield ("policy", "train_global_batch_size"), f"{rows} rows would split a pair (two rows): set an even number."
+
+
+class DPOConfig(PairsConfig):
+    """Direct preference optimization (DPO) and its variants."""
+
+    default_loss: ClassVar[str] = "dpo"
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} does not use pairs of answers, so dpo cannot use it. Use dpo, ipo, dpo_hinge, simpo or "
+                "orpo.",
+            )
+        yield from super().conflicts(run)
+
+
+class RewardModelConfig(PairsConfig):
+    """Reward model training on preferences."""
+
+    default_loss: ClassVar[str] = "bradley_terry"
+    head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        if run.loss_fn.head != "scalar":
+            yield (
+                ("loss_fn", "name"),
+                f"{run.loss_fn.name} needs log-probabilities of tokens, but a reward model only returns scores: remove it, or "
+                "use bradley_terry.",
+            )
+        if run.policy.generation is not None:
+            yield ("policy", "generation"), "reward model training does not sample: remove the section."
+        yield from super().conflicts(run)
+
+
+class DistillationConfig(RolloutAlgorithmConfig):
+    """On-policy distillation: a teacher scores each token of the student's answers."""
+
+    default_loss: ClassVar[str] = "distillation"
+
+    num_prompts_per_step: int = Field(default=64, ge=1)
+    """P, number of prompts per step."""
+    student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
+    """GKD's lambda: probability that the rows of a step are sampled from the student. Otherwise they are answers from the
+    training data."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        return RuntimeNeeds(
+            rollouts=RolloutNeeds(
+                prompts_per_draw=self.num_prompts_per_step,
+                samples_per_prompt=self.num_generations_per_prompt,
+                sampled_fraction=self.student_data_fraction,
+                rewarded=False,
+                accepts_segments=True,
+                accepts_stale=True,
+            ),
+            max_turns=self.max_rollout_turns,
+            companions=("teacher",),
+        )
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        loss, generation = run.loss_fn, run.policy.generation
+        if isinstance(loss, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
+            yield (
+                ("loss_fn", "name"),
+                f"{loss.name} does not use a teacher, so {run.algorithm_name} cannot use it. Use distillation.",
+            )
+        if self.student_data_fraction < 1.0 and self.max_num_epochs is not None:
+            yield (
+                (run.algorithm_name, "max_num_epochs"),
+                "if student_data_fraction is below 1, only some steps draw prompts, so an epoch is not a fixed number of "
+                "steps. Set only max_num_steps.",
+            )
+        if generation is None or not isinstance(loss, DistillationLossConfig):
+            return
+        if self.student_data_fraction < 1.0 and loss.topk is None:
+            yield (
+                (run.algorithm_name, "student_data_fraction"),
+                "if loss_fn.topk is null, the KL to the teacher is estimated from tokens sampled from the student, which "
+                "answers from the data are not. Set student_data_fraction to 1, or set loss_fn.topk.",
+            )
+        if validates(run) and loss.topk is None and generation.val_temperature == 0.0:
+            yield (
+                ("policy", "generation", "val_temperature"),
+                "validation is greedy, but if loss_fn.topk is null, the KL to the teacher is estimated from tokens sampled "
+                "from the student's distribution. Set val_temperature to the training temperature "
+                f"({generation.temperature:g}), or set loss_fn.topk.",
+            )
