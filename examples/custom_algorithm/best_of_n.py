@@ -4,8 +4,7 @@ Rejection-sampling fine-tuning, https://arxiv.org/abs/2304.06767: no baseline, n
 a bad answer less likely; use grpo for that.
 """
 
-from rl_train.algorithms.validation import validate
-from rl_train.rollouts.records import rollout_records
+from rl_train.step import log, optimize, refit, rollouts, validate
 
 
 def best_rows(batch, min_reward):
@@ -23,21 +22,11 @@ def train(config, run):
     """Train `run.policy` up to step `config.max_num_steps`, starting at `run.first_step`."""
     validate(run, step=0)
     for step in run.steps():  # between steps: metrics are flushed, due checkpoints are saved
-        with run.timed("refit"):
-            run.metrics.add(run.weights.sync(only_if_stale=True))
-
-        with run.timed("rollout"):
-            rollouts = run.rollouts.take(step, config.num_prompts_per_step)
-            rows = best_rows(rollouts.batch, config.min_reward)
-
+        refit(run)
+        batch = rollouts(run, step, config.num_prompts_per_step)
+        rows = best_rows(batch, config.min_reward)
         if rows:
-            with run.timed("train"):
-                batch = rollouts.batch.select_indices(rows)
-                run.free_memory_for(run.policy)  # on GPUs: the engine sleeps
-                run.policy.prepare_for_training()
-                run.record_training(run.policy.train(batch, run.loss_fn), batch)
-                run.policy.finish_training()
-
-        run.log_rollouts(rollout_records(rollouts.trajectories), step)  # rollouts/ in the run folder, --show-samples
-        run.metrics.add(rollouts.metrics | {"best_of_n/kept_frac": len(rows) / config.num_prompts_per_step})
+            optimize(run, batch.select_indices(rows))
+        log(run, batch, step)  # rollouts/ in the run folder, --show-samples
+        run.metrics.add({"best_of_n/kept_frac": len(rows) / config.num_prompts_per_step})
         validate(run, step)

@@ -167,7 +167,7 @@ def train_critic(**fields):
     )
     rows["prev_values"] = critic.get_values(rows)["values"]
     rows["returns"] = compute_gae_targets(rows, GAEConfig(bootstrap_truncated=True)).returns
-    reported = train_epochs(critic, critic_rows(rows), MseValueLossFn(), passes=2, seed=(1, 1))
+    reported = train_epochs(critic, MseValueLossFn(), critic_rows(rows), passes=2, seed=(1, 1))
     after = critic.get_values(rows)["values"]
     critic.shutdown()
     return after, reported

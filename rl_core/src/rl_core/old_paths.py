@@ -30,6 +30,7 @@ NEW_PATHS: Final = {
     "rl_train.algorithms.critic": "rl_train.algorithms.ppo",
     "rl_train.algorithms.gae": "rl_train.algorithms.ppo",
     "rl_train.algorithms.kl": "rl_train.algorithms.losses",
+    "rl_train.algorithms.validation": "rl_train.validate",
     "rl_train.config.runtime_needs": "rl_train.config.algorithm",
     "rl_train.diagnostics.by_model_name": "rl_train.diagnostics.decoding",
     "rl_train.rollouts.segments": "rl_train.rollouts.trajectory",
@@ -45,7 +46,9 @@ class OldPaths:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """How to load an old path; None for any other name."""
         is_package = any(old.startswith(f"{name}.") for old in NEW_PATHS)
-        return ModuleSpec(name, self, is_package=is_package) if is_package or name in NEW_PATHS else None
+        if not is_package and name not in NEW_PATHS:
+            return None
+        return ModuleSpec(name, self, is_package=is_package)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Python's own empty module."""
@@ -70,4 +73,4 @@ class OldPaths:
 def install() -> None:
     """Let Python find old paths."""
     if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
-        sys.meta_path.append(OldPaths())  # type: ignore[arg-type]
+        sys.meta_path.append(OldPaths())

@@ -25,10 +25,11 @@ from rl_train.metrics.measured import ModelFlops, Recorder
 from rl_train.metrics.run_warnings import RunWarnings
 from rl_train.profiling import profiled
 from rl_train.rollouts.activity import ENGINE, ActivityLog
+from rl_train.rollouts.advantages import AdvantageEstimator
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluation import Evaluation, ValidationSet
 from rl_train.rollouts.source import RolloutSource
-from rl_train.rollouts.trajectory import join_segments
+from rl_train.rollouts.trajectory import Trajectory, join_segments
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.synchronizer import NoEngine, WeightSynchronizer
 from rl_train.weight_versions import by_weight_version
@@ -92,6 +93,10 @@ class Run:
     """The current step; 0 before the first."""
     flops: ModelFlops | None = None
     """FLOPs of the policy's training; None if its workers do not report them."""
+    estimator: AdvantageEstimator | None = field(default=None, init=False)
+    """Estimates advantages; None if the algorithm's section has no `adv_estimator`."""
+    trajectories: Sequence[Trajectory] = field(default=(), init=False)
+    """The rollouts of the current step as conversations."""
     _training: Mapping[str, Any] = field(default_factory=dict, init=False)
     """The result of this step's training."""
     _logged_restarts: int = field(default=0, init=False)

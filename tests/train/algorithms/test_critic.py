@@ -112,8 +112,8 @@ class RecordingModel:
 def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
     rows = BatchedDataDict(input_ids=torch.arange(8).reshape(8, 1))
     one, again, other = RecordingModel(), RecordingModel(), RecordingModel()
-    found = train_epochs(one, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
-    assert one.calls == ["prepare", "train", "train", "train", "finish"]
+    found = train_epochs(one, ClippedPGLossFn(), rows, passes=3, seed=(5, 2))
+    assert one.calls == ["train", "train", "train"]
     assert found == {
         "loss": 2.0,
         "grad_norm": 20.0,
@@ -126,7 +126,7 @@ def test_each_epoch_is_one_call_with_an_order_from_seed_and_step():
     }
     assert all(sorted(order) == list(range(8)) for order in one.orders)
     assert len({tuple(order) for order in one.orders}) == 3
-    train_epochs(again, rows, ClippedPGLossFn(), passes=3, seed=(5, 2))
-    train_epochs(other, rows, ClippedPGLossFn(), passes=3, seed=(5, 3))
+    train_epochs(again, ClippedPGLossFn(), rows, passes=3, seed=(5, 2))
+    train_epochs(other, ClippedPGLossFn(), rows, passes=3, seed=(5, 3))
     assert again.orders == one.orders
     assert not set(map(tuple, other.orders)) & set(map(tuple, one.orders))

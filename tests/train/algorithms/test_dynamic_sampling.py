@@ -1,6 +1,7 @@
 """Dynamic sampling fills a step with informative groups: whole groups, within the bound, a limit, counts of the rest."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from scheduled_sources import scheduled_source
 
 from rl_core.errors import RLCoreError
 from rl_train.algorithms.estimators import make_estimator
-from rl_train.algorithms.grpo import draw_rollouts
+from rl_train.algorithms.grpo import only_informative
 from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig
+from rl_train.algorithms.rewards import RewardShaping
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import RolloutLoop
 
@@ -63,10 +65,15 @@ def source():
         loop.close()
 
 
-def draw(source, *, step=3, shape=lambda batch: {}, estimator="grpo", **fields):
+def draw(source, *, step=3, shape=None, estimator="grpo", **fields):
     fields = {"num_prompts_per_step": 2, "num_generations_per_prompt": GROUP, "use_dynamic_sampling": True, **fields}
     is_informative = make_estimator(AdvantageConfig(name=estimator)).is_informative
-    return draw_rollouts(source, step, config=GRPOConfig(**fields), shape=shape, is_informative=is_informative)
+    config = GRPOConfig(**fields)
+    shape = shape or RewardShaping(config, SimpleNamespace(policy=SimpleNamespace(generation=None)))
+    selection = only_informative(config, shape, is_informative) if config.use_dynamic_sampling else None
+    found = source.take(step, config.num_prompts_per_step, selection)
+    found.metrics.update(shape(found.batch))
+    return found
 
 
 def groups_of(found):

@@ -7,7 +7,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
-from rl_train.algorithms.losses.policy_gradient import calculate_kl
+from rl_train.algorithms.losses.kl import calculate_kl
 from rl_train.algorithms.rewards import kl_in_reward
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

@@ -196,8 +196,8 @@ def test_mismatch_covers_tokens_of_the_current_weights_and_staleness_the_others(
     trained = data["token_mask"] * data["sample_mask"].unsqueeze(-1) > 0
     data["stale_mask"] = (torch.arange(6) % 3 == 0).float().expand(6, 6).contiguous()
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(ratio_to=ratio_to))
-    loss_fn.on_policy = loss_fn.has_stale_tokens = True
-    assert "stale_mask" in loss_fn.required_keys
+    loss_fn.on_policy = True
+    assert loss_fn.optional_keys == {"stale_mask"}
     shares = [loss_fn(logprobs[i : i + 2], data.slice(i, i + 2), seqs, toks)[1] for i in range(0, 6, 2)]
     whole = {
         name: float({"max": max}.get(loss_fn.metric_reductions.get(name), sum)(share[name] for share in shares))
@@ -220,7 +220,7 @@ def test_a_mean_over_no_token_is_left_out():
     row = one_row(now=[-1.0, -2.0], before=[-1.0, -2.0], said=[-1.5, -1.5], advantage=1.0)
     row[1]["stale_mask"] = torch.ones(1, 2)
     loss_fn = ClippedPGLossFn()
-    loss_fn.on_policy = loss_fn.has_stale_tokens = True
+    loss_fn.on_policy = True
     found = by_weight_version({name: float(value) for name, value in loss_fn(*row)[1].items()})
     assert {name for name in found if name.startswith(("mismatch/", "staleness/"))} == {"staleness/kl", "staleness/token_frac"}
     assert by_weight_version({"mismatch/kl": 0.5}) == {"mismatch/kl": 0.5}

@@ -31,7 +31,7 @@ def random_pairs(seed, pairs=4, length=6, *, spread=3.0):
             "margins": (2 * torch.rand(pairs, generator=rng) * (torch.rand(pairs, generator=rng) > 0.5)).repeat_interleave(2),
         }
     )
-    mask_to_last_tokens(data)
+    mask_to_last_tokens(None, data)
     mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
     return values, data, data["sample_mask"].sum(), mask.sum()
 
@@ -136,5 +136,5 @@ def test_pairs_stay_together_and_the_mean_is_over_pairs():
 
 def test_the_loss_uses_only_last_tokens():
     data = BatchedDataDict({"input_lengths": torch.tensor([3, 1, 5]), "token_mask": torch.ones(3, 5)})
-    mask_to_last_tokens(data)
+    mask_to_last_tokens(None, data)
     assert data["token_mask"].tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]

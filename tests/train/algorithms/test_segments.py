@@ -11,8 +11,8 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_core.config.schema import DatasetConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import grpo
-from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
-from rl_train.algorithms.grpo import draw_once, draw_rollouts
+from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, PerRollout, make_estimator
+from rl_train.algorithms.grpo import only_informative
 from rl_train.algorithms.losses.config import AdaptiveKLConfig, ClippedPGLossConfig
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig, RewardShapingConfig
@@ -59,7 +59,7 @@ class Fixed(RolloutSource):
     def __init__(self, rewritten):
         self.rewritten = rewritten
 
-    def take(self, step, groups):
+    def take(self, step, groups, selection=None):
         trajectories = rollouts_of(rewritten=self.rewritten)
         return Rollouts(batch=to_batch(trajectories), metrics={}, trajectories=trajectories)
 
@@ -81,22 +81,21 @@ ESTIMATORS = [
 @pytest.mark.parametrize("config", ESTIMATORS, ids=lambda config: "-".join(map(str, config.values())))
 @pytest.mark.parametrize("penalized", [False, True])
 def test_advantages_and_their_statistics_are_those_of_the_same_rollouts_without_segments(config, penalized):
-    whole, parts = (to_batch(rollouts_of(rewritten=rewritten)) for rewritten in (False, True))
-    assert (whole.size, parts.size) == (6, sum(map(len, TURNS)))
-    parts["scored"] = parts["scored"] & (parts["rollout_ids"] != 3)
-    whole["scored"] = whole["scored"] & (whole["rollout_ids"] != 3)
+    whole, parts = (join_segments(to_batch(rollouts_of(rewritten=rewritten))) for rewritten in (False, True))
+    assert split_segments(parts).size == sum(map(len, TURNS))
     for batch in (whole, parts):
-        mask = join_segments(batch)["token_mask"] > 0
+        batch["scored"] = batch["scored"] & (batch["rollout_ids"] != 3)
+        mask = batch["token_mask"] > 0
         penalties = torch.zeros(mask.shape)
         penalties[mask] = torch.linspace(0.0, 1.0, int(mask.sum()))
         if penalized:
-            batch["token_penalties"] = split_segments(penalties, batch)
+            batch["token_penalties"] = penalties
     one, other = (make_estimator(AdvantageConfig(**config))(batch) for batch in (whole, parts))
     torch.testing.assert_close(other.values[parts["token_mask"] > 0], one.values[whole["token_mask"] > 0])
     assert other.values[parts["token_mask"] == 0].abs().sum() == 0
     assert other.metrics == pytest.approx(one.metrics)
     informative = make_estimator(AdvantageConfig(**config)).is_informative
-    assert informative(parts).tolist() == informative(whole)[parts["rollout_ids"]].tolist()
+    assert informative(parts).tolist() == informative(whole).tolist()
 
 
 class OwnEstimator(AdvantageEstimator):
@@ -106,9 +105,10 @@ class OwnEstimator(AdvantageEstimator):
 
 def test_an_estimator_given_by_its_path_sees_one_row_per_rollout():
     whole, parts = (to_batch(rollouts_of(rewritten=rewritten)) for rewritten in (False, True))
-    estimate = make_estimator(AdvantageConfig(name=f"{__name__}.OwnEstimator"))
+    estimate = PerRollout(make_estimator(AdvantageConfig(name=f"{__name__}.OwnEstimator")))
     one, other = estimate(whole).values, estimate(parts).values
     assert other[parts["token_mask"] > 0].tolist() == one[whole["token_mask"] > 0].tolist()
+    assert estimate.is_informative(parts).shape == (parts.size,)
 
 
 def test_the_length_penalty_counts_the_tokens_of_all_segments():
@@ -117,25 +117,19 @@ def test_the_length_penalty_counts_the_tokens_of_all_segments():
     shape = RewardShaping(config, SimpleNamespace(policy=SimpleNamespace(generation=None)))
     found = {}
     for rewritten in (False, True):
-        draw = draw_once(Fixed(rewritten), 1, config=config, shape=shape)
-        rows = join_segments(draw.batch)
-        found[rewritten] = (rows["rewards"].tolist(), rows["reward_parts"], draw.metrics)
+        rows = join_segments(to_batch(rollouts_of(rewritten=rewritten)))
+        metrics = shape(rows)
+        found[rewritten] = (rows["rewards"].tolist(), rows["reward_parts"], metrics)
     assert found[True] == found[False]
 
 
 def test_dynamic_sampling_judges_a_group_with_all_rows_of_its_rollouts():
-    class Judged(Fixed):
-        def take(self, step, groups, selection):
-            draw = super().take(step, groups)
-            for row in draw.trajectories[:3]:
-                row.reward_parts, row.reward = {"reward": 1.0}, 1.0
-            self.kept = [selection.keep(draw.trajectories[:3]), selection.keep(draw.trajectories[3:6])]
-            return draw
-
     config = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=3, use_dynamic_sampling=True)
-    informative, source = make_estimator(AdvantageConfig()).is_informative, Judged(True)
-    draw_rollouts(source, 1, config=config, shape=lambda batch: {}, is_informative=informative)
-    assert source.kept == [False, True]
+    selection = only_informative(config, lambda batch: {}, make_estimator(AdvantageConfig()).is_informative)
+    trajectories = rollouts_of(rewritten=True)
+    for row in trajectories[:3]:
+        row.reward_parts, row.reward = {"reward": 1.0}, 1.0
+    assert [selection.keep(trajectories[:3]), selection.keep(trajectories[3:6])] == [False, True]
 
 
 def test_an_adaptive_kl_penalty_counts_the_kl_of_whole_answers():
@@ -143,7 +137,7 @@ def test_an_adaptive_kl_penalty_counts_the_kl_of_whole_answers():
     config = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_kl_in_reward=True, adaptive_kl=adaptive)
     weights, metrics = [], []
     for rewritten in (False, True):
-        batch = to_batch(rollouts_of(rewritten=rewritten))
+        batch = join_segments(to_batch(rollouts_of(rewritten=rewritten)))
         batch["prev_logprobs"] = -torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(1))
         batch["reference_policy_logprobs"] = batch["prev_logprobs"] - 0.3
         penalty = KLInReward(config)
@@ -238,6 +232,7 @@ def test_a_grpo_step_on_segments_equals_one_written_out_by_hand(model_folder, tm
         on_rollouts=lambda rows, step: records.extend(rows),
         on_step=lambda step, found: metrics.update(found),
     )
+    run.estimator = make_estimator(config.algorithm.adv_estimator)
     grpo.train(config.algorithm, run)
     assert policy.weight_version == 6 // (rollouts_per_update or 6)
     expected = reference_step(model_folder, rollouts_per_update or 6)

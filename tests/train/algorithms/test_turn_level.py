@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig
-from rl_train.rollouts.trajectory import Trajectory, to_batch
+from rl_train.rollouts.trajectory import Trajectory, join_segments, to_batch
 
 
 def batch_of(turn_rewards, group, *, lengths=(2,), rewritten=False, weights=None):
@@ -26,7 +26,7 @@ def batch_of(turn_rewards, group, *, lengths=(2,), rewritten=False, weights=None
             row.add_answer("a", torch.ones(count, dtype=torch.int64), torch.zeros(count))
             row.add_rewards(reward if isinstance(reward, dict) else {"reward": reward})
         rollouts.append(row)
-    return to_batch(rollouts)
+    return join_segments(to_batch(rollouts))
 
 
 def by_turn(batch, **config):

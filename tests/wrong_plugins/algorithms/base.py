@@ -1,6 +1,6 @@
 """What all algorithms here have in common: likelihood of the samples with the best rewards."""
 
-from rl_train.algorithms.validation import validate
+from rl_train.step import validate
 
 
 def step_of(run, step, *, choose, groups=4, prepare=lambda batch: None, **options):

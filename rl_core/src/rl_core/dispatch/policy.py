@@ -130,8 +130,9 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
             )
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
+        read = loss_fn.required_keys | (loss_fn.optional_keys & data.keys()) | candidates
         shared = self._sharing.columns(data, loss_fn)
-        rows = select_columns(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates | set(shared))))
+        rows = select_columns(data, (*TRAINING_KEYS, *sorted(read | set(shared))))
         for key in candidates:
             self._reject_unknown_tokens(rows[key], key)
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit

@@ -382,6 +382,11 @@ class LossFunction(ABC):
         """Batch keys that the loss reads in addition to `token_mask` and `sample_mask`."""
         return frozenset()
 
+    @property
+    def optional_keys(self) -> frozenset[str]:
+        """Batch keys that the loss reads if the batch has them."""
+        return frozenset()
+
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
         """Rows [B] bool that may contribute to the loss or its gradient; None, the default, if all may.
 

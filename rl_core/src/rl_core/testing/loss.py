@@ -100,7 +100,7 @@ class LossConformance(Conformance[LossFunction]):
         for call in (self.subject().rows_with_gradient, lambda data: self.subject()(logprobs, data, *counts)):
             with contextlib.suppress(KeyError):
                 call(rows)
-        if rows.missing:
+        if rows.missing - self.subject().optional_keys:
             raise Found(f"it reads {', '.join(sorted(rows.missing))}. Add each column to `required_keys`, or do not read it.")
 
     @promise("It returns a finite scalar with a gradient, and scalar metrics without one.", after=_READS)

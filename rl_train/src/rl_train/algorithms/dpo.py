@@ -12,35 +12,16 @@ Notation: B rows, two per pair; T tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.testing.outputs.models import scored
 from rl_train.algorithms.supervised_configs import DPOConfig
-from rl_train.algorithms.validation import validate
 from rl_train.run import Run
+from rl_train.step import add_logprobs, next_rows, optimize, score, validate
 
 
 def train(config: DPOConfig, run: Run) -> None:
     """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
-    assert run.batches is not None
-
-    def score(batch: BatchedDataDict[Any]) -> None:
-        if "reference_policy_logprobs" in run.loss_fn.required_keys:
-            scores = scored(run.policy.get_reference_policy_logprobs, batch)
-            batch["reference_policy_logprobs"] = scores["reference_logprobs"]
-
-    validate(run, step=0, score=score)
+    validate(run, step=0, score=add_logprobs)
     for step in run.steps():
-        with run.timed("data"):
-            batch = run.batches.next_batch()
-
-        with run.timed("score"):
-            score(batch)
-
-        with run.timed("train"):
-            run.policy.prepare_for_training()
-            run.record_training(run.policy.train(batch, run.loss_fn), batch)
-            run.policy.finish_training()
-
-        validate(run, step, score=score)
+        batch = next_rows(run)
+        score(run, batch)
+        optimize(run, batch)
+        validate(run, step, score=add_logprobs)

@@ -3,29 +3,13 @@
 A row has one reward, `rewards` [B]. If the KL to the reference policy is part of the reward, each token also has a penalty,
 `token_penalties` [B, T]. Estimators that compare rows subtract the sum of a row's penalties from its reward; an estimator per
 token subtracts the sum from that token on.
-
-Turns rewards into advantages; pure functions of tensors. Groups are identified by ids.
-
-Turn-level advantages: each turn is compared by what its rollout still earns, with those of the group.
-
-With r_ik the reward of turn k of rollout i, K_i its number of turns, and gamma the discount from a turn to the next:
-
-    R_ik = sum over l = k..K_i of gamma^(l - k) r_il            return of turn k
-    A_ik = (R_ik - mean_j R_jk) / std_j R_jk                    advantage of all tokens of turn k
-
-The mean and the standard deviation are those of the group. The idea, normalized discounted returns of turns as advantages, is
-that of GTPO (https://arxiv.org/abs/2511.14846), without its reward shaping. Choices made here: the statistics are taken at each
-turn k, and a rollout that ended before turn k is compared by the return of its last turn, so that every turn has a comparison.
-With gamma = 1 and a
-reward only in the last turn, R_ik is the reward of the rollout in every turn, and the advantages are those of GRPO, also if
-rollouts have different numbers of turns.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,54 +17,34 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.plugins.component import Component
+from rl_train.algorithms.grpo import group_relative
 from rl_train.algorithms.policy_configs import AdvantageConfig
-from rl_train.rollouts.trajectory import join_segments, split_segments, spread
+from rl_train.rollouts.advantages import AdvantageEstimator, Advantages, are_equal, per_group
+from rl_train.rollouts.trajectory import join_segments, split_segments
+
+__all__ = [
+    "AdvantageEstimator",
+    "Advantages",
+    "DecoupledEstimator",
+    "GroupAdvantages",
+    "GroupEstimator",
+    "PerRollout",
+    "ReinforcePlusPlusEstimator",
+    "TurnLevelEstimator",
+    "are_equal",
+    "group_advantages",
+    "group_metrics",
+    "make_estimator",
+    "row_penalties",
+    "suffix_sums",
+    "token_penalties",
+    "turn_counts",
+    "turn_returns",
+    "turn_rewards",
+    "whiten",
+]
 
 _log = logging.getLogger("rlcore")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advantages:
-    """Advantages of a batch."""
-
-    values: torch.Tensor
-    """[B, T] float32; 0.0 where `token_mask` is 0."""
-    metrics: dict[str, float]
-    """Statistics of rewards and advantages."""
-
-
-class AdvantageEstimator(ABC):
-    """Estimates advantages from `rewards`, `group_ids`, `token_mask`, `sample_mask` and further keys of a batch.
-
-    A row is a rollout: if rollouts have several segments, their tokens follow one another in the row, see
-    `rl_train.rollouts.trajectory`.
-    """
-
-    @abstractmethod
-    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
-        """The advantages of a step's rows."""
-
-    def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
-        """[B] bool: False for rows of groups without a learning signal, which dynamic sampling replaces."""
-        return ~group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored")).equal
-
-
-class PerRollout(AdvantageEstimator):
-    """Passes an estimator one row per rollout, so that its statistics count rollouts and not segments.
-
-    Args:
-        estimator: estimates the advantages of rollouts.
-    """
-
-    def __init__(self, estimator: AdvantageEstimator) -> None:
-        self.estimator = estimator
-
-    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
-        advantages = self.estimator(join_segments(batch))
-        return Advantages(values=split_segments(advantages.values, batch), metrics=advantages.metrics)
-
-    def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
-        return spread(self.estimator.is_informative(join_segments(batch)), batch)
 
 
 class GroupEstimator(AdvantageEstimator):
@@ -96,13 +60,29 @@ class GroupEstimator(AdvantageEstimator):
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         rewards = batch["rewards"] - row_penalties(batch)
-        settings: dict[str, Any] = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
-        group = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"), **settings)
-        return Advantages(values=group.values.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
+        advantages_R = group_relative(
+            rewards,
+            batch["group_ids"],
+            normalize=self.normalize,
+            leave_one_out=self.leave_one_out,
+            scored_R=batch.get("scored"),
+        )
+        return Advantages(values=advantages_R.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
 
 
 class TurnLevelEstimator(AdvantageEstimator):
-    """Compares the discounted return of each turn within the group, see `rl_train.algorithms.estimators`.
+    """Compares what a rollout still earns from each turn on with the others of its group.
+
+    With r_ik the reward of turn k of rollout i, K_i its number of turns, and gamma the discount from a turn to the next:
+
+        R_ik = sum over l = k..K_i of gamma^(l - k) r_il            return of turn k
+        A_ik = (R_ik - mean_j R_jk) / std_j R_jk                    advantage of all tokens of turn k
+
+    The idea, normalized discounted returns of turns as advantages, is that of GTPO (https://arxiv.org/abs/2511.14846), without
+    its reward shaping. Choices made here: the statistics are taken at each turn k, and a rollout that ended before turn k is
+    compared by the return of its last turn, so that every turn has a comparison. With gamma = 1 and a reward only in the last
+    turn, R_ik is the reward of the rollout in every turn, and the advantages are those of GRPO, also if rollouts have
+    different numbers of turns.
 
     Args:
         discount: discount factor from one turn to the next.
@@ -114,25 +94,24 @@ class TurnLevelEstimator(AdvantageEstimator):
         self.discount, self.normalize, self.leave_one_out = discount, normalize, leave_one_out
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
-        by_turn = torch.stack([turn.values for turn in self._compared(batch)], dim=1)
+        settings: dict[str, Any] = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
+        turns_of_R = [group_relative(returns, **groups, **settings) for returns, groups in self._turns(batch)]
+        by_turn = torch.stack(turns_of_R, dim=1)
         turns = batch["token_turns"]
         values = by_turn.gather(1, (turns - 1).clamp(min=0)) * (turns > 0)
         return Advantages(values=values * batch["token_mask"], metrics=group_metrics(batch))
 
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         """False for rows of groups in which the returns of every turn are equal."""
-        return ~torch.stack([turn.equal for turn in self._compared(batch)]).all(dim=0)
+        return ~torch.stack([per_group(returns, **groups).equal_R for returns, groups in self._turns(batch)]).all(dim=0)
 
-    def _compared(self, batch: BatchedDataDict[Any]) -> list[GroupAdvantages]:
-        """The advantages of each turn."""
+    def _turns(self, batch: BatchedDataDict[Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """The returns of each turn, and the groups in which they are compared."""
         rewards = turn_rewards(batch, token_penalties(batch))
-        settings: dict[str, Any] = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
         # The last turn has the rounding of the rollout's float32 reward.
-        sizes = rewards.abs().sum(1)
-        return [
-            group_advantages(returns, batch["group_ids"], scored=batch.get("scored"), sizes=sizes, **settings)
-            for returns in turn_returns(rewards, turn_counts(batch), discount=self.discount).unbind(1)
-        ]
+        groups = {"groups_R": batch["group_ids"], "scored_R": batch.get("scored"), "sizes_R": rewards.abs().sum(1)}
+        for returns in turn_returns(rewards, turn_counts(batch), discount=self.discount).unbind(1):
+            yield returns, groups
 
 
 class ReinforcePlusPlusEstimator(AdvantageEstimator):
@@ -150,7 +129,7 @@ class ReinforcePlusPlusEstimator(AdvantageEstimator):
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         rewards = batch["rewards"]
         if self.minus_baseline:
-            rewards = group_advantages(rewards, batch["group_ids"], normalize=False, scored=batch.get("scored")).values
+            rewards = group_relative(rewards, batch["group_ids"], normalize=False, scored_R=batch.get("scored"))
         penalties = token_penalties(batch)
         values = rewards.unsqueeze(-1) - suffix_sums(penalties)
         mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(-1)
@@ -183,14 +162,14 @@ class DecoupledEstimator(AdvantageEstimator):
         total, parts = torch.zeros(batch.size), self._parts(batch)
         self._warn_about_missing(parts)
         for name, rewards in parts.items():
-            group = group_advantages(
+            advantages_R = group_relative(
                 rewards,
                 batch["group_ids"],
                 normalize=self.normalize,
                 leave_one_out=self.leave_one_out,
-                scored=batch.get("scored"),
+                scored_R=batch.get("scored"),
             )
-            total += self._weights(name, batch) * group.values
+            total += self._weights(name, batch) * advantages_R
         if self.normalize_batch:
             trained = batch["sample_mask"] * (batch["token_mask"].sum(-1) > 0)
             total = whiten(total, trained, unbiased=True)
@@ -199,8 +178,8 @@ class DecoupledEstimator(AdvantageEstimator):
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         differs = torch.zeros(batch.size, dtype=torch.bool)
         for name, rewards in self._parts(batch).items():
-            group = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"))
-            differs |= ~group.equal & (self._weights(name, batch) != 0)
+            equal_R = per_group(rewards, batch["group_ids"], scored_R=batch.get("scored")).equal_R
+            differs |= ~equal_R & (self._weights(name, batch) != 0)
         return differs
 
     def _weights(self, name: str, batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -228,16 +207,12 @@ class DecoupledEstimator(AdvantageEstimator):
 
 
 def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
-    """The estimator of a section `grpo.adv_estimator`, for batches in which a rollout may have several rows.
+    """The estimator of a section `grpo.adv_estimator`.
 
     Raises:
         ComponentImportError: its dotted path cannot be imported.
         WrongKindError: the path is not an `AdvantageEstimator`.
     """
-    return PerRollout(_make_estimator(config))
-
-
-def _make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
     match config.name:
         case "grpo" | "rloo":
             return GroupEstimator(normalize=config.normalizes, leave_one_out=config.leaves_one_out)
@@ -274,81 +249,8 @@ def row_penalties(batch: BatchedDataDict[Any]) -> torch.Tensor:
 
 def group_metrics(batch: BatchedDataDict[Any]) -> dict[str, float]:
     """Statistics of the rewards within groups."""
-    group = group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored"))
+    group = per_group(batch["rewards"], batch["group_ids"], scored_R=batch.get("scored"))
     return {"advantage/equal_group_frac": group.equal_group_frac, "reward/group_std": group.mean_group_std}
-
-
-ROUNDING = 1e-6
-"""Rewards of a group are equal if they differ by at most this fraction of their size: this is float noise, and dividing by it
-would give advantages in the thousands."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupAdvantages:
-    """Advantages and statistics of their groups."""
-
-    values: torch.Tensor
-    """[B] float32."""
-    equal: torch.Tensor
-    """[B] bool; True in groups with equal rewards, which have no learning signal."""
-    equal_group_frac: float
-    """Fraction of such groups."""
-    mean_group_std: float
-    """Mean over groups of the standard deviation of their rewards."""
-
-
-def group_advantages(
-    rewards: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    normalize: bool = True,
-    leave_one_out: bool = False,
-    scored: torch.Tensor | None = None,
-    sizes: torch.Tensor | None = None,
-) -> GroupAdvantages:
-    """Center each reward on its group and, if `normalize`, divide by the group's standard deviation.
-
-    The standard deviation is unbiased and over all rewards of the group, also with `leave_one_out`, because the
-    standard deviation of the other rewards can be zero.
-
-    Args:
-        rewards: [B] rewards, in any order.
-        group_ids: [B] int64; rows of one prompt share an id. Groups of one row get advantage zero.
-        normalize: divide by the group's standard deviation (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
-        leave_one_out: center on the mean of the others (RLOO, https://arxiv.org/abs/2402.14740).
-        scored: [B] bool; rows with False count in no statistic and get advantage zero. None if all rows were scored.
-        sizes: [B] size of the numbers that each reward was computed from, whose rounding it has; its own by default.
-    """
-    counts = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
-    _, group = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(group.max()) + 1 if group.numel() else 0
-    values = rewards.double()
-    size = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, counts.double())
-    is_counted = size > 0
-    mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values * counts) / size.clamp(min=1)
-    centered = (values - mean[group]) * counts
-    variance = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, centered.square())
-    std = (variance / (size - 1).clamp(min=1)).sqrt()
-
-    highest = torch.full((num_groups,), -torch.inf, dtype=torch.float64).scatter_reduce(
-        0, group, values.masked_fill(~counts, -torch.inf), "amax"
-    )
-    lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(
-        0, group, values.masked_fill(~counts, torch.inf), "amin"
-    )
-    of = values.abs() if sizes is None else torch.maximum(values.abs(), sizes)
-    largest = torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group, of.masked_fill(~counts, 0.0), "amax")
-    equal = are_equal(lowest, highest, size=largest) | ~is_counted
-
-    advantages = centered * (size / (size - 1).clamp(min=1))[group] if leave_one_out else centered
-    if normalize:
-        advantages = advantages / std.masked_fill(equal, 1.0)[group]
-    return GroupAdvantages(
-        values=advantages.masked_fill(equal[group], 0.0).float(),
-        equal=equal[group],
-        equal_group_frac=float(equal[is_counted].double().mean()) if bool(is_counted.any()) else 0.0,
-        mean_group_std=float(std[is_counted].mean()) if bool(is_counted.any()) else 0.0,
-    )
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, *, unbiased: bool = False) -> torch.Tensor:
@@ -372,12 +274,6 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, unbiased: bool = False) 
 def suffix_sums(values: torch.Tensor) -> torch.Tensor:
     """[B, T] the sum of each row's values from a position to the end."""
     return values.flip(-1).cumsum(-1).flip(-1)
-
-
-def are_equal(lowest: torch.Tensor, highest: torch.Tensor, *, size: torch.Tensor | None = None) -> torch.Tensor:
-    """Whether `lowest` and `highest` are equal up to rounding, elementwise; `size` is that of the larger one by default."""
-    largest = torch.maximum(highest.abs(), lowest.abs()) if size is None else size
-    return (highest - lowest) <= ROUNDING * largest.clamp(min=1.0)
 
 
 def turn_counts(batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -422,3 +318,61 @@ def turn_returns(rewards: torch.Tensor, counts: torch.Tensor, *, discount: float
         returns[:, turn] = following
     turn_numbers = torch.arange(rewards.shape[1]).expand_as(rewards)
     return returns.gather(1, torch.minimum(turn_numbers, counts.unsqueeze(1) - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantages:
+    """The result of `group_advantages`."""
+
+    values: torch.Tensor
+    """[B] float32."""
+    equal: torch.Tensor
+    """[B] bool; True in groups with equal rewards, which have no learning signal."""
+    equal_group_frac: float
+    """Fraction of such groups."""
+    mean_group_std: float
+    """Mean over groups of the standard deviation of their rewards."""
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    normalize: bool = True,
+    leave_one_out: bool = False,
+    scored: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
+) -> GroupAdvantages:
+    """Deprecated: use `rl_train.algorithms.grpo.group_relative` and `rl_train.rollouts.advantages.per_group`."""
+    warnings.warn("group_advantages is replaced by group_relative and per_group.", DeprecationWarning, stacklevel=2)
+    groups: dict[str, Any] = {"scored_R": scored, "sizes_R": sizes}
+    group = per_group(rewards, group_ids, **groups)
+    return GroupAdvantages(
+        values=group_relative(rewards, group_ids, normalize=normalize, leave_one_out=leave_one_out, **groups),
+        equal=group.equal_R,
+        equal_group_frac=group.equal_group_frac,
+        mean_group_std=group.mean_group_std,
+    )
+
+
+class PerRollout(AdvantageEstimator):
+    """Deprecated: passes an estimator one row per rollout, as `rl_train.step.rollouts` returns them.
+
+    Args:
+        estimator: estimates the advantages of rollouts.
+    """
+
+    def __init__(self, estimator: AdvantageEstimator) -> None:
+        self.estimator = estimator
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
+        joined = join_segments(batch)
+        advantages = self.estimator(joined)
+        rows = split_segments(BatchedDataDict[Any]({**joined, "advantages": advantages.values}))
+        return Advantages(values=rows["advantages"], metrics=advantages.metrics)
+
+    def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        joined = join_segments(batch)
+        rows = split_segments(BatchedDataDict[Any]({**joined, "informative": self.estimator.is_informative(joined)}))
+        informative: torch.Tensor = rows["informative"]
+        return informative

@@ -48,6 +48,14 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
         """B = P x G, number of rows that a step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    def takes_one_step(self, run: RunConfig) -> bool:
+        """Whether a step makes one optimizer step of the policy, so that it trains the weights that it scores."""
+        rows = run.policy.train_global_batch_size
+        return rows is None or rows >= self.rows_per_step
+
+    def is_on_policy(self, run: RunConfig) -> bool:
+        return self.takes_one_step(run)
+
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
@@ -110,6 +118,9 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
     """Number of samples per validation prompt; accuracy is their mean."""
     skip_logprobs_when_on_policy: bool = True
     """Whether to skip the scoring pass if a step makes one optimizer step, since the ratio is then always 1."""
+
+    def is_on_policy(self, run: RunConfig) -> bool:
+        return self.skip_logprobs_when_on_policy and super().is_on_policy(run)
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
@@ -406,9 +417,7 @@ class PPOConfig(PolicyGradientConfig):
         return replace(super().runtime_needs, companions=("value",))
 
     def takes_one_step(self, run: RunConfig) -> bool:
-        """Whether a step makes one optimizer step of the policy, so that its rollouts are always on-policy."""
-        rows = run.policy.train_global_batch_size
-        return self.ppo_epochs == 1 and (rows is None or rows >= self.rows_per_step)
+        return self.ppo_epochs == 1 and super().takes_one_step(run)
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         critic_only = self.critic_warmup_steps if model == "policy" else 0

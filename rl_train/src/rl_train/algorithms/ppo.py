@@ -35,68 +35,72 @@ Notation: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.policy import ValueInterface
 from rl_core.testing.outputs.models import scored
-from rl_train.algorithms.estimators import are_equal, token_penalties, whiten
-from rl_train.algorithms.grpo import ScoreRollouts, draw_once
-from rl_train.algorithms.losses.policy_gradient import row_means
+from rl_train.algorithms.estimators import token_penalties, whiten
 from rl_train.algorithms.losses.value import MseValueLossFn
 from rl_train.algorithms.policy_configs import GAEConfig, PPOConfig
-from rl_train.algorithms.rewards import RewardShaping, clip_advantages
+from rl_train.algorithms.rewards import RewardShaping, clip_advantages, kl_penalty
 from rl_train.algorithms.sft import train_epochs
-from rl_train.algorithms.validation import validate
-from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.advantages import are_equal
 from rl_train.run import Run
+from rl_train.step import Batch, declared, log, optimize, refit, rollouts, score, validate
 
 
 def train(config: PPOConfig, run: Run) -> None:
     """Train `run.policy` and `run.value` up to step `config.max_num_steps`, starting after `run.first_step`."""
-    assert run.weights is not None
-    assert run.rollouts is not None
-    assert run.value is not None
     config.check_warmup(config.max_num_steps)
-    policy, critic, loss_fn, value_loss_fn = run.policy, run.value, run.loss_fn, MseValueLossFn(config.value_loss)
-    shape, score = RewardShaping(config, run.config), ScoreRollouts(run)
-    loss_fn.on_policy = config.skip_logprobs_when_on_policy and config.takes_one_step(run.config)
+    critic, value_loss_fn = declared(run.value, "a critic"), MseValueLossFn(config.value_loss)
+    shape, penalize = RewardShaping(config, run.config), kl_penalty(run)
 
     validate(run, step=0)
     for step in run.steps():
-        with run.timed("refit"):
-            run.metrics.add(run.weights.sync(only_if_stale=True))
+        refit(run)
 
-        with run.timed("rollout"):
-            rollouts = draw_once(run.rollouts, step, config=config, shape=shape)
-            batch = rollouts.batch
+        batch = rollouts(run, step, config.num_prompts_per_step)
+        run.metrics.add(shape(batch))
 
-        with run.timed("score"):
-            run.free_memory_for(policy)
-            run.metrics.add(score(batch))
-            run.free_memory_for(critic)
-            batch["prev_values"] = scored(critic.get_values, batch)["values"]
-            targets = compute_gae_targets(batch, config.gae)
-            batch["returns"] = targets.returns
-            batch["advantages"], clipped = clip_advantages(targets.advantages, batch["token_mask"], config)
+        score(run, batch, also=penalize.required_keys)
+        run.metrics.add(penalize(batch))
+        add_values(run, batch)
 
-        passes, seed = config.ppo_epochs, (config.seed, step)
-        with run.timed("train_value"):
-            result = train_epochs(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
-            run.metrics.add(critic_metrics(result))
+        targets = compute_gae_targets(batch, config.gae)
+        batch["returns"] = targets.returns
+        batch["advantages"], clipped = clip_advantages(targets.advantages, batch["token_mask"], config)
+        run.metrics.add(targets.metrics | clipped)
 
+        epochs = partial(train_epochs, passes=config.ppo_epochs, seed=(config.seed, step))
+        train_critic(run, batch, partial(epochs, critic, value_loss_fn))
         if step > config.critic_warmup_steps:
-            with run.timed("train"):
-                run.free_memory_for(policy)
-                run.record_training(train_epochs(policy, batch, loss_fn, passes=passes, seed=seed), batch)
+            optimize(run, batch, partial(epochs, run.policy, run.loss_fn))
 
-        run.metrics.add(rollouts.metrics | targets.metrics | clipped)
-        advantage = row_means(batch["advantages"], batch["token_mask"])
-        run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)
+        log(run, batch, step)
         validate(run, step)
+
+
+def add_values(run: Run, batch: Batch) -> None:
+    """Add `prev_values`, the critic's value after each token."""
+    critic: ValueInterface = declared(run.value, "a critic")
+    with run.timed("score"):
+        run.free_memory_for(critic)
+        batch["prev_values"] = scored(critic.get_values, batch)["values"]
+
+
+def train_critic(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]]) -> None:
+    """Train the critic on the returns of the batch."""
+    critic: ValueInterface = declared(run.value, "a critic")
+    with run.timed("train_value"):
+        critic.prepare_for_training()
+        run.metrics.add(critic_metrics(train(critic_rows(batch))))
+        critic.finish_training()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,4 @@
-"""Scales and shapes rewards, and clips advantages.
-
-KL penalty to the reference policy in the reward of each token, with a constant or adaptive weight.
-"""
+"""Reward shaping, the KL penalty in the reward of each token, and clipping of advantages."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses.config import MAX_KL_ERROR, AdaptiveKLConfig, ClippedPGLossConfig
-from rl_train.algorithms.losses.policy_gradient import reference_kl
+from rl_train.algorithms.losses.kl import reference_kl
 from rl_train.algorithms.policy_configs import PolicyGradientConfig, RewardScalingConfig
 from rl_train.config.schema import LossConfig, RunConfig
-from rl_train.rollouts.trajectory import rows_of_rollouts
+from rl_train.run import Run
 
 OVERLONG = "overlong"
 """Name of the length penalty among the components of a reward."""
@@ -44,7 +41,7 @@ def overlong_penalty(lengths: torch.Tensor, *, limit: int, buffer: int, penalty:
 
 
 class RewardShaping:
-    """Scales and shapes the `rewards` of a batch by the run's config.
+    """Scales and shapes the `rewards` of a batch by the run's config, and masks out truncated rows with `overlong_filtering`.
 
     Args:
         config: the algorithm's section.
@@ -52,13 +49,15 @@ class RewardShaping:
     """
 
     def __init__(self, config: PolicyGradientConfig, run: RunConfig) -> None:
-        self._scaling, self._shaping = config.reward_scaling, config.reward_shaping
+        self._scaling, self._shaping, self._filters = config.reward_scaling, config.reward_shaping, config.overlong_filtering
         generation = run.policy.generation
         self._limit = self._shaping.max_response_length or (generation.max_new_tokens if generation is not None else 0)
 
     def __call__(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """Shape `rewards` [B] and `reward_parts` in place; returns metrics, none if nothing is enabled."""
+        """Shape `rewards` [B], `reward_parts` and `sample_mask` in place; returns metrics, none if no reward is shaped."""
         metrics: dict[str, float] = {}
+        if self._filters:
+            batch["sample_mask"] = batch["sample_mask"] * ~batch["truncated"]
         rewards = batch["rewards"]
         if self._scaling.enabled:
             outside = (rewards < self._scaling.source_min) | (rewards > self._scaling.source_max)
@@ -167,15 +166,22 @@ class KLInReward:
     def _follow(self, kl: torch.Tensor, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """Update the weight for the next step; the penalties of this step use the weight before the update."""
         assert self.controller is not None
-        rollouts = rows_of_rollouts(batch)
-        is_answer = (batch["token_mask"] > 0).any(dim=-1)
-        answers = torch.tensor([bool(is_answer[rows].any()) for rows in rollouts])
+        answers = (batch["token_mask"] > 0).any(dim=-1)
         if not answers.any():
             return {}
-        sums = kl.double().sum(dim=-1)
-        per_answer = float(torch.stack([sums[rows].sum() for rows in rollouts])[answers].mean())
+        per_answer = float(kl.double().sum(dim=-1)[answers].mean())
         self.controller.update(per_answer, answers=int(answers.sum()))
         return {"kl/answer": per_answer}
+
+
+class NoPenalty:
+    """Leaves the reward as it is."""
+
+    required_keys: frozenset[str] = frozenset()
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+        """Nothing."""
+        return {}
 
 
 def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
@@ -183,3 +189,11 @@ def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
     if isinstance(loss_fn, ClippedPGLossConfig) and loss_fn.use_kl_in_reward:
         return KLInReward(loss_fn)
     return None
+
+
+def kl_penalty(run: Run) -> KLInReward | NoPenalty:
+    """The KL penalty in the reward of a run, whose checkpoints have its adaptive weight."""
+    penalty = kl_in_reward(run.config.loss_fn)
+    if penalty is not None and penalty.controller is not None:
+        run.keep("adaptive_kl", penalty.controller)
+    return penalty or NoPenalty()

@@ -13,34 +13,24 @@ Notation: B rows, two per pair; T tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.supervised_configs import RewardModelConfig
-from rl_train.algorithms.validation import validate
 from rl_train.run import Run
+from rl_train.step import Batch, next_rows, optimize, validate
 
 
 def train(config: RewardModelConfig, run: Run) -> None:
     """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
-    assert run.batches is not None
     validate(run, step=0, score=mask_to_last_tokens)
     for step in run.steps():
-        with run.timed("data"):
-            batch = run.batches.next_batch()
-            mask_to_last_tokens(batch)
-
-        with run.timed("train"):
-            run.policy.prepare_for_training()
-            run.record_training(run.policy.train(batch, run.loss_fn), batch)
-            run.policy.finish_training()
-
+        batch = next_rows(run)
+        mask_to_last_tokens(run, batch)
+        optimize(run, batch)
         validate(run, step, score=mask_to_last_tokens)
 
 
-def mask_to_last_tokens(batch: BatchedDataDict[Any]) -> None:
+def mask_to_last_tokens(run: Run, batch: Batch) -> None:
     """Set `token_mask` to 1 only at the last token of each row, where the head computes its score."""
     last = (batch["input_lengths"] - 1).unsqueeze(1)
     batch["token_mask"] = torch.zeros_like(batch["token_mask"]).scatter_(1, last, 1.0)

@@ -18,31 +18,23 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, TrainableInterface
 from rl_train.algorithms.supervised_configs import SFTConfig
-from rl_train.algorithms.validation import validate
 from rl_train.rollouts.trajectory import sample_seed
 from rl_train.run import Run
+from rl_train.step import next_rows, optimize, validate
 
 
 def train(config: SFTConfig, run: Run) -> None:
     """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
-    assert run.batches is not None
     validate(run, step=0)
     for step in run.steps():
-        with run.timed("data"):
-            batch = run.batches.next_batch()
-
-        with run.timed("train"):
-            run.policy.prepare_for_training()
-            run.record_training(run.policy.train(batch, run.loss_fn), batch)
-            run.policy.finish_training()
-
+        optimize(run, next_rows(run))
         validate(run, step)
 
 
 def train_epochs(
     model: TrainableInterface,
-    rows: BatchedDataDict[Any],
     loss_fn: LossFunction,
+    rows: BatchedDataDict[Any],
     *,
     passes: int,
     seed: tuple[int, int],
@@ -50,9 +42,9 @@ def train_epochs(
     """Train on `rows` for `passes` epochs; each takes the same number of optimizer steps.
 
     Args:
-        model: the model to train.
-        rows: the rows of one step.
+        model: the model to train, prepared for training.
         loss_fn: the loss.
+        rows: the rows of one step.
         passes: number of epochs.
         seed: the run's seed and the step: the order of rows only depends on them and the epoch, so that a resumed run
             shuffles like an uninterrupted one.
@@ -60,12 +52,10 @@ def train_epochs(
     Returns:
         The result of `TrainableInterface.train` over all epochs: means and extremes over optimizer steps, and summed counts.
     """
-    model.prepare_for_training()
     results = []
     for number in range(passes):
         draw = torch.Generator().manual_seed(sample_seed(*seed, number))
         results.append(model.train(rows.select_indices(torch.randperm(rows.size, generator=draw)), loss_fn))
-    model.finish_training()
     return _merge_results(results, loss_fn)
 
 

@@ -28,6 +28,8 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
 from rl_core.plugins.component import Capability, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.algorithms.estimators import make_estimator
+from rl_train.algorithms.policy_configs import GRPOConfig
 from rl_train.assembly.checks import warn_about_engine_limit
 from rl_train.assembly.contracts import capabilities_of
 from rl_train.assembly.parts import make_collector, watch_training
@@ -201,8 +203,8 @@ def assemble_run(
         run.memory = DeviceMemory(workers.policy, companions=tuple(workers.companions.values()))
         run.weights = NoEngine()
         run.rollouts = _rollout_source(run, None, loaders, None, replay)
-    run.initial_metrics = loaders.metrics()
-    run.batches = loaders.batches
+    run.initial_metrics, run.batches = loaders.metrics(), loaders.batches
+    run.estimator = make_estimator(config.algorithm.adv_estimator) if isinstance(config.algorithm, GRPOConfig) else None
     run.validation_sets = [
         ValidationSet(
             name=name,

@@ -80,6 +80,10 @@ class AlgorithmConfig(Section):
     max_val_samples: int | None = Field(default=None, ge=1)
     """Number of validation records to use, from the start of the data; all by default."""
 
+    def is_on_policy(self, run: RunConfig) -> bool:
+        """Whether a step trains only the weights that it scored, with one optimizer step, so that the ratio is 1."""
+        return False
+
     def for_records(self, count: int) -> Self:
         """This section with at most `count` records per step, unless `records_key` is set."""
         key = self.records_key

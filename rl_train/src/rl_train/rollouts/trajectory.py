@@ -21,7 +21,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -309,7 +309,8 @@ def _oldest_version(log: MessageLog) -> int:
     return min((message["weight_version"] for message in log if "weight_version" in message), default=-1)
 
 
-_Column = TypeVar("_Column", torch.Tensor, list[Any])
+_OF_SEGMENT = ("input_lengths", "prompt_id", "weight_version", "message_log")
+"""Columns without a token axis that differ between the segments of a rollout."""
 
 
 def rows_of_rollouts(batch: BatchedDataDict[Any]) -> list[list[int]]:
@@ -328,9 +329,10 @@ def has_segments(batch: BatchedDataDict[Any]) -> bool:
 
 
 def join_segments(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """The batch with one row per rollout, which has the tokens of all its segments.
+    """The batch with one row per rollout, which has the tokens of all its segments one after the other.
 
-    Other columns are those of the rollout's first row. `input_lengths` is the number of tokens of all segments.
+    `input_lengths` is the number of tokens of all segments, and `segments` has what differs between them; other columns
+    without a token axis are those of the first. The batch itself if each rollout has one row.
     """
     if not has_segments(batch):
         return batch
@@ -346,56 +348,35 @@ def join_segments(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         else:
             joined[key] = [column[rollout[0]] for rollout in rollouts]
     joined["input_lengths"] = torch.tensor([sum(lengths[row] for row in rollout) for rollout in rollouts], dtype=torch.int64)
+    own = [key for key in _OF_SEGMENT if key in batch]
+    joined["segments"] = [{key: [batch[key][row] for row in rollout] for key in own} for rollout in rollouts]
     return joined
 
 
-def split_segments(values: torch.Tensor, batch: BatchedDataDict[Any]) -> torch.Tensor:
-    """[B, T] values of each token of the batch, 0 on padding.
+def split_segments(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """The rows that models compute: one for each segment. The inverse of `join_segments`, also of some of its rows.
 
-    Args:
-        values: [R, T'] of each token of `join_segments(batch)`.
-        batch: B rows.
+    Columns that were added or changed are split as well; those without a token axis are repeated for each segment.
     """
-    if not has_segments(batch):
-        return values
-    split = torch.zeros(batch["input_ids"].shape, dtype=values.dtype)
-    lengths = batch["input_lengths"].tolist()
-    for number, rows in enumerate(rows_of_rollouts(batch)):
-        start = 0
-        for row in rows:
-            split[row, : lengths[row]] = values[number, start : start + lengths[row]]
-            start += lengths[row]
-    return split
-
-
-def spread(column: _Column, batch: BatchedDataDict[Any]) -> _Column:
-    """A column of R rollouts as a column of the B rows of the batch.
-
-    Args:
-        column: R entries, in the order of `join_segments(batch)`.
-        batch: B rows.
-    """
-    if not has_segments(batch):
-        return column
-    number = [0] * batch.size
-    for rollout, rows in enumerate(rows_of_rollouts(batch)):
-        for row in rows:
-            number[row] = rollout
-    return column[number] if isinstance(column, torch.Tensor) else [column[each] for each in number]
-
-
-def rollout_means(values: torch.Tensor, batch: BatchedDataDict[Any]) -> torch.Tensor:
-    """[R] mean over the trained tokens of each rollout, 0.0 if it has none.
-
-    Args:
-        values: [B, T].
-        batch: B rows.
-    """
-    trained = batch["token_mask"] > 0
-    sums, counts = torch.where(trained, values, 0.0).sum(-1), trained.sum(-1)
-    rollouts = rows_of_rollouts(batch)
-    totals = torch.stack([sums[rows].sum() for rows in rollouts])
-    return totals / torch.stack([counts[rows].sum() for rows in rollouts]).clamp(min=1)
+    if "segments" not in batch:
+        return batch
+    lengths = [[int(length) for length in segments["input_lengths"]] for segments in batch["segments"]]
+    of_row = [number for number, of_rollout in enumerate(lengths) for _ in of_rollout]
+    rows: BatchedDataDict[Any] = BatchedDataDict()
+    for key, column in batch.items():
+        if key in _OF_SEGMENT:
+            values = [value for segments in batch["segments"] for value in segments[key]]
+            rows[key] = torch.stack(values) if isinstance(column, torch.Tensor) else values
+        elif isinstance(column, torch.Tensor) and column.ndim > 1:
+            parts = [
+                part
+                for row, of_rollout in zip(column, lengths, strict=True)
+                for part in row.split([*of_rollout, len(row) - sum(of_rollout)])[:-1]
+            ]
+            rows[key] = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=pad_value(key))
+        elif key != "segments":
+            rows[key] = column[of_row] if isinstance(column, torch.Tensor) else [column[number] for number in of_row]
+    return rows
 
 
 def optimizer_batches(

@@ -129,6 +129,11 @@ class CheckedLoss(LossFunction):
         compared = {COMPARISON, "generation_logprobs"} if self._limits is not None else set()
         return self.loss_fn.required_keys | {ROW_NUMBERS} | compared | ({"prev_logprobs"} if self._only_checks else set())
 
+    @property
+    def optional_keys(self) -> frozenset[str]:
+        """Those of the loss."""
+        return self.loss_fn.optional_keys
+
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
         """Those of the loss."""
         return self.loss_fn.rows_with_gradient(data)

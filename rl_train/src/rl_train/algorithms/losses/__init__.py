@@ -29,8 +29,9 @@ __getattr__ = import_on_first_use(
             "BradleyTerryLossConfig ClippedPGLossConfig DPOLossConfig DistillationLossConfig GRPOLossConfig MseValueLossConfig "
             "NLLLossConfig PreferenceLossConfig"
         ),
+        ".kl": "calculate_kl",
         ".distillation": "DistillationLossFn",
-        ".policy_gradient": "ClippedPGLossFn GRPOLossFn calculate_kl",
+        ".policy_gradient": "ClippedPGLossFn GRPOLossFn",
         ".supervised": "BradleyTerryLossFn DPOLossFn NLLLossFn PreferenceLossFn",
         ".value": "MseValueLossFn",
     },

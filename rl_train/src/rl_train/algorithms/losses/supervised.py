@@ -48,7 +48,7 @@ from rl_train.algorithms.losses.config import (
     PreferenceLossConfig,
     SimPOLossConfig,
 )
-from rl_train.algorithms.losses.policy_gradient import row_means, row_sums, token_mean
+from rl_train.algorithms.losses.means import row_means, row_sums, token_mean
 
 
 class NLLLossFn(LossFunction):

@@ -17,7 +17,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType
 from rl_train.algorithms.losses.config import MseValueLossConfig
-from rl_train.algorithms.losses.policy_gradient import token_mean
+from rl_train.algorithms.losses.means import token_mean
 
 
 class MseValueLossFn(LossFunction):

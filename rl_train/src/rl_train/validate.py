@@ -18,7 +18,7 @@ REPORTED = {"preference/": "global_valid_seqs", "distillation/": "global_valid_t
 """Metrics of a loss that are also reported as `validation/<quantity>`, and the count that they are averaged over."""
 
 
-def validate(run: Run, step: int, *, score: Callable[[BatchedDataDict[Any]], None] | None = None) -> None:
+def validate(run: Run, step: int, *, score: Callable[[Run, BatchedDataDict[Any]], None] | None = None) -> None:
     """Validate after `step` steps if it is due (0: before the first step, logged as step 0).
 
     Args:
@@ -43,7 +43,7 @@ def validate(run: Run, step: int, *, score: Callable[[BatchedDataDict[Any]], Non
 
 
 def _validated(
-    run: Run, data: ValidationSet, score: Callable[[BatchedDataDict[Any]], None] | None
+    run: Run, data: ValidationSet, score: Callable[[Run, BatchedDataDict[Any]], None] | None
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """The metrics of one validation set, named `validation/...`, and its rollouts."""
     metrics: dict[str, float] = {}
@@ -65,7 +65,7 @@ def _batches(trajectories: Sequence[Trajectory], rows: int) -> Iterator[BatchedD
 
 
 def _validation_loss(
-    run: Run, batches: Iterable[BatchedDataDict[Any]], score: Callable[[BatchedDataDict[Any]], None] | None
+    run: Run, batches: Iterable[BatchedDataDict[Any]], score: Callable[[Run, BatchedDataDict[Any]], None] | None
 ) -> dict[str, float]:
     """The loss on validation rows: a mean over all tokens (or sequences), independent of the batches."""
     of_loss = "global_valid_toks" if run.loss_fn.loss_type is LossType.TOKEN_LEVEL else "global_valid_seqs"
@@ -74,7 +74,7 @@ def _validation_loss(
     tokens = 0.0
     for batch in batches:
         if score is not None:
-            score(batch)
+            score(run, batch)
         else:
             run.free_memory_for(run.policy)
         result = run.policy.train(batch, run.loss_fn, eval_mode=True, gbs=batch.size)

@@ -1,0 +1,139 @@
+"""The verbs of a step, of which the loop of an algorithm consists.
+
+    for step in run.steps():
+        refit(run)                            # give the engine the policy's weights
+        batch = rollouts(run, step, groups)   # sample; one row per rollout
+        score(run, batch)                     # log-probabilities before the step, as far as the loss reads them
+        batch["advantages"] = ...
+        optimize(run, batch)                  # take the optimizer steps
+        log(run, batch, step)                 # write the rollouts
+        validate(run, step)                   # if it is due
+
+A verb times itself (`time/<phase>_s`), records its metrics, and takes the device memory that it needs. A rollout whose history
+was rewritten has several segments; an algorithm sees it as one row, and models compute its segments as separate rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import RLCoreError
+from rl_core.testing.outputs.models import scored
+from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.source import Selection
+from rl_train.rollouts.trajectory import join_segments, optimizer_batches, split_segments
+from rl_train.run import Run
+from rl_train.validate import validate as validate
+from rl_train.weight_versions import stale_mask
+
+Batch = BatchedDataDict[Any]
+_Part = TypeVar("_Part")
+
+
+def declared(part: _Part | None, name: str) -> _Part:
+    """A part of the run that the algorithm's section declares in `runtime_needs`; RLCoreError if it does not."""
+    if part is None:
+        raise RLCoreError(f"The algorithm uses {name}, which the `runtime_needs` of its section do not declare.")
+    return part
+
+
+def refit(run: Run) -> None:
+    """Give the engine the weights of the policy, if it has others."""
+    with run.timed("refit"):
+        weights: Any = declared(run.weights, "rollouts")
+        run.metrics.add(weights.sync(only_if_stale=True))
+
+
+def rollouts(run: Run, step: int, groups: int, selection: Selection | None = None) -> Batch:
+    """The next groups of rollouts, one row each; arguments as `RolloutSource.take`."""
+    with run.timed("rollout"):
+        drawn = declared(run.rollouts, "rollouts").take(step, groups, selection)
+        run.metrics.add(drawn.metrics)
+        run.trajectories = drawn.trajectories
+        return join_segments(drawn.batch)
+
+
+def next_rows(run: Run) -> Batch:
+    """The next rows of the data, for an algorithm that does not sample."""
+    with run.timed("data"):
+        return declared(run.batches, "records").next_batch()
+
+
+def score(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
+    """Add the log-probabilities of the batch's tokens that the loss compares with, before the step.
+
+    Only what is read: not `prev_logprobs` if the step trains the weights that it scores (`LossFunction.on_policy`), and not
+    `reference_policy_logprobs` without a penalty. `stale_mask` marks the tokens that older weights sampled.
+
+    Args:
+        run: its policy, reference policy and teacher score.
+        batch: gets the columns.
+        also: further columns that the algorithm reads.
+    """
+    with run.timed("score"):
+        add_logprobs(run, batch, also)
+
+
+def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
+    """What `score` adds, for the rows of a validation."""
+    if run.config.algorithm.is_on_policy(run.config):
+        run.loss_fn.on_policy = True
+    needed = run.loss_fn.required_keys | frozenset(also)
+    rows = split_segments(batch)
+    found: dict[str, torch.Tensor] = {}
+    if run.teacher is not None:
+        run.free_memory_for(run.teacher)
+        if run.loss_fn.candidates_key is not None:
+            topk = scored(run.teacher.get_topk_logprobs, rows, run.config.loss_fn.num_candidates)
+            found["teacher_topk_token_ids"] = topk["topk_token_ids"]
+            found["teacher_topk_logprobs"] = topk["topk_logprobs"]
+        if "teacher_logprobs" in needed:
+            found["teacher_logprobs"] = scored(run.teacher.get_logprobs, rows)["logprobs"]
+    run.free_memory_for(run.policy)
+    if "prev_logprobs" in needed:
+        found["prev_logprobs"] = scored(run.policy.get_logprobs, rows)["logprobs"]
+    if "reference_policy_logprobs" in needed:
+        scores = scored(run.policy.get_reference_policy_logprobs, rows)
+        found["reference_policy_logprobs"] = scores["reference_logprobs"]
+    stale = stale_mask(rows, run.policy.weight_version)
+    if stale is not None:
+        found["stale_mask"] = stale
+    joined = found if rows is batch else join_segments(BatchedDataDict[Any]({**rows, **found}))
+    for key in found:
+        batch[key] = joined[key]
+
+
+def optimize(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]] | None = None) -> None:
+    """Take optimizer steps on the batch: each on `policy.train_global_batch_size` whole rollouts.
+
+    Args:
+        run: its policy is trained.
+        batch: the rows.
+        train: takes the steps and returns the result of `PolicyInterface.train`; by default, one pass in the batch's order.
+    """
+    with run.timed("train"):
+        run.free_memory_for(run.policy)
+        rows = split_segments(batch)
+        run.policy.prepare_for_training()
+        if train is not None:
+            result = train(rows)
+        else:
+            per_update = run.config.policy.train_global_batch_size
+            filled, gbs = optimizer_batches(rows, per_update, multiple_of=run.data_ranks)
+            result = run.policy.train(filled, run.loss_fn, gbs=gbs)
+        run.record_training(result, rows)
+        run.policy.finish_training()
+
+
+def log(run: Run, batch: Batch, step: int) -> None:
+    """Write the rollouts of the step, with the mean advantage of each if the batch has `advantages`."""
+    trained = batch["token_mask"] > 0
+    advantages = None
+    if "advantages" in batch:
+        advantages = torch.where(trained, batch["advantages"], 0.0).sum(-1) / trained.sum(-1).clamp(min=1)
+    logprobs = split_segments(batch).get("prev_logprobs")
+    run.log_rollouts(rollout_records(run.trajectories, advantages, logprobs), step)
