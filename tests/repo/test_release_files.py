@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from rl_core.old_paths import NEW_PATHS
 from rl_core.plugins.manager import discover
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +31,16 @@ def test_every_distribution_has_a_copy_of_the_license(package):
     assert (ROOT / package / "LICENSE").read_text() == text
 
 
-def test_the_changelog_starts_with_unreleased_changes_and_uses_the_known_sections():
+def test_the_changelog_describes_the_version_and_lists_every_path_that_has_moved():
     text = (ROOT / "CHANGELOG.md").read_text()
-    first, *versions = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
-    assert first == "[Unreleased]"
-    assert [heading for heading in versions if not re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)] == []
+    first, *released = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
+    version = tomllib.loads((ROOT / "rl_core" / "pyproject.toml").read_text())["project"]["version"]
+    assert first == f"[{version}] - unreleased"
+    assert [heading for heading in released if not re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)] == []
     assert set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE)) <= SECTIONS
-    unreleased = text.split("## [Unreleased]")[1].split("\n## ")[0]
-    assert "(#results)" in unreleased
-    assert "\n#### Results\n" in unreleased
+    deprecated = text.split("\n### Deprecated\n")[1].split("\n## ")[0]
+    moved = dict(re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", deprecated, flags=re.MULTILINE))
+    assert moved == NEW_PATHS
 
 
 @pytest.mark.slow
