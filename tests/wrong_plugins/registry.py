@@ -1,4 +1,4 @@
-"""The wrong plugins of this folder: what each does to a run, and what the error says.
+"""The wrong plugins of this folder, by the name of their module or class: what each does to a run, and what the error says.
 
 A `train` kind stops a plain `rlcore train` within three steps in float32, a `ranks` kind one with two ranks. A `check` kind
 cannot show in training, but `rlcore check env` finds it. A `flight` kind shows only in asynchronous runs
@@ -179,89 +179,87 @@ POLICIES = {
 }
 
 ENVIRONMENTS = {
-    "reports_a_text_as_metric": Wrong(promise="test_metrics_are_numbers", words=("mood",), frozen=True),
-    "returns_too_few_rewards": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("rewards",)),
-    "returns_a_nan_reward": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("nan",)),
-    "ends_rows_by_half": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("0.5", "terminateds")),
-    "drops_the_metadata_of_a_row": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("metadata",)),
-    "observes_without_a_role": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("observation",)),
-    "takes_two_arguments": Wrong(promise="test_it_is_created_from_its_section", words=("tokenizer",)),
-    "returns_the_rewards_of_the_neighbours": Wrong(
+    "ReportsATextAsMetric": Wrong(promise="test_metrics_are_numbers", words=("mood",), frozen=True),
+    "ReturnsTooFewRewards": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("rewards",)),
+    "ReturnsANanReward": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("nan",)),
+    "EndsRowsByHalf": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("0.5", "terminateds")),
+    "DropsTheMetadataOfARow": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("metadata",)),
+    "ObservesWithoutARole": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("observation",)),
+    "TakesTwoArguments": Wrong(promise="test_it_is_created_from_its_section", words=("tokenizer",)),
+    "ReturnsTheRewardsOfTheNeighbours": Wrong(
         promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
     ),
-    "rewards_the_first_row": Wrong(
+    "RewardsTheFirstRow": Wrong(
         promise="test_rows_are_independent", marker="check", words=("in a batch", "alone"), frozen=True
     ),
-    "returns_observations_of_another_row": Wrong(
+    "ReturnsObservationsOfAnotherRow": Wrong(
         promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
     ),
-    "returns_metadata_of_another_row": Wrong(
-        promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
-    ),
-    "ends_another_row": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
-    "subtracts_the_mean_of_the_call": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
-    "remembers_its_calls": Wrong(
+    "ReturnsMetadataOfAnotherRow": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
+    "EndsAnotherRow": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
+    "SubtractsTheMeanOfTheCall": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
+    "RemembersItsCalls": Wrong(
         promise="test_equal_calls_have_equal_results", marker="check", words=("two equal calls had different results",)
     ),
-    "answers_rows_again_that_have_ended": Wrong(
+    "AnswersRowsAgainThatHaveEnded": Wrong(
         promise="test_equal_calls_have_equal_results", marker="check", words=("two equal calls had different results",)
     ),
-    "changes_its_arguments": Wrong(
+    "ChangesItsArguments": Wrong(
         promise="test_step_does_not_change_its_arguments", marker="check", words=("changed the metadata or the messages",)
     ),
 }
 
 TRANSPORTS = {
-    "closes_once": Wrong(promise="test_close_may_be_called_twice", frozen=True),
-    "sends_float16": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
-    "leaves_out_the_last_bucket": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
-    "returns_the_number_of_buckets": Wrong(promise="test_push_returns_the_bytes_moved"),
-    "ignores_the_buffer": Wrong(promise="test_the_buffer_limits_the_bytes_in_transit"),
-    "ignores_errors_of_the_engine": Wrong(promise="test_a_failed_push_is_an_error_and_the_next_one_is_complete"),
-    "leaves_its_files": Wrong(promise="test_no_file_is_left"),
-    "has_no_deadline": Wrong(promise="test_a_slow_push_ends_at_its_deadline"),
+    "ClosesOnce": Wrong(promise="test_close_may_be_called_twice", frozen=True),
+    "SendsFloat16": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
+    "LeavesOutTheLastBucket": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
+    "ReturnsTheNumberOfBuckets": Wrong(promise="test_push_returns_the_bytes_moved"),
+    "IgnoresTheBuffer": Wrong(promise="test_the_buffer_limits_the_bytes_in_transit"),
+    "IgnoresErrorsOfTheEngine": Wrong(promise="test_a_failed_push_is_an_error_and_the_next_one_is_complete"),
+    "LeavesItsFiles": Wrong(promise="test_no_file_is_left"),
+    "HasNoDeadline": Wrong(promise="test_a_slow_push_ends_at_its_deadline"),
 }
 
 SANDBOXES = {
-    "strips_the_output": Wrong(promise="test_a_result_has_what_a_program_printed", frozen=True),
-    "joins_both_outputs": Wrong(promise="test_a_result_has_what_a_program_printed"),
-    "starts_a_new_interpreter_for_each_call": Wrong(promise="test_run_keeps_variables"),
-    "reports_a_timeout_as_an_error": Wrong(promise="test_a_timeout_ends_the_call"),
-    "cuts_output_silently": Wrong(promise="test_output_is_limited"),
-    "gives_every_rollout_one_session": Wrong(promise="test_sessions_share_nothing"),
-    "runs_code_after_close": Wrong(promise="test_a_closed_session_is_an_error"),
+    "StripsTheOutput": Wrong(promise="test_a_result_has_what_a_program_printed", frozen=True),
+    "JoinsBothOutputs": Wrong(promise="test_a_result_has_what_a_program_printed"),
+    "StartsANewInterpreterForEachCall": Wrong(promise="test_run_keeps_variables"),
+    "ReportsATimeoutAsAnError": Wrong(promise="test_a_timeout_ends_the_call"),
+    "CutsOutputSilently": Wrong(promise="test_output_is_limited"),
+    "GivesEveryRolloutOneSession": Wrong(promise="test_sessions_share_nothing"),
+    "RunsCodeAfterClose": Wrong(promise="test_a_closed_session_is_an_error"),
 }
 
 LOGGERS = {
-    "counts_its_own_steps": Wrong(promise="test_every_step_is_written_once", frozen=True),
-    "removes_messages": Wrong(promise="test_its_arguments_are_unchanged", frozen=True),
-    "writes_three_decimals": Wrong(promise="test_every_step_is_written_once", frozen=True),
-    "adds_the_step_to_the_metrics": Wrong(promise="test_its_arguments_are_unchanged"),
-    "closes_once": Wrong(promise="test_finish_may_be_called_twice"),
-    "ignores_errors_of_the_disk": Wrong(promise="test_a_folder_that_cannot_be_written_is_an_error"),
-    "loses_the_last_steps": Wrong(promise="test_every_step_is_written_once"),
-    "prints_each_step": Wrong(promise="test_it_prints_nothing"),
-    "refuses_nan": Wrong(promise="test_it_accepts_every_metric"),
-    "starts_its_file_again": Wrong(promise="test_a_resumed_run_continues"),
-    "writes_each_step_twice": Wrong(promise="test_every_step_is_written_once"),
-    "writes_names_of_the_first_step": Wrong(promise="test_it_is_created_and_logs_steps"),
-    "writes_strict_unicode": Wrong(promise="test_it_accepts_every_text"),
-    "writes_to_the_working_directory": Wrong(promise="test_the_working_directory_is_unchanged"),
+    "CountsItsOwnSteps": Wrong(promise="test_every_step_is_written_once", frozen=True),
+    "RemovesMessages": Wrong(promise="test_its_arguments_are_unchanged", frozen=True),
+    "WritesThreeDecimals": Wrong(promise="test_every_step_is_written_once", frozen=True),
+    "AddsTheStepToTheMetrics": Wrong(promise="test_its_arguments_are_unchanged"),
+    "ClosesOnce": Wrong(promise="test_finish_may_be_called_twice"),
+    "IgnoresErrorsOfTheDisk": Wrong(promise="test_a_folder_that_cannot_be_written_is_an_error"),
+    "LosesTheLastSteps": Wrong(promise="test_every_step_is_written_once"),
+    "PrintsEachStep": Wrong(promise="test_it_prints_nothing"),
+    "RefusesNan": Wrong(promise="test_it_accepts_every_metric"),
+    "StartsItsFileAgain": Wrong(promise="test_a_resumed_run_continues"),
+    "WritesEachStepTwice": Wrong(promise="test_every_step_is_written_once"),
+    "WritesNamesOfTheFirstStep": Wrong(promise="test_it_is_created_and_logs_steps"),
+    "WritesStrictUnicode": Wrong(promise="test_it_accepts_every_text"),
+    "WritesToTheWorkingDirectory": Wrong(promise="test_the_working_directory_is_unchanged"),
 }
 
 DATASETS = {
-    "names_a_task_by_number": Wrong(promise="test_records_have_the_documented_form", frozen=True),
-    "notes_the_time": Wrong(promise="test_equal_reads_are_equal", frozen=True),
-    "shuffles_after_each_epoch": Wrong(promise="test_equal_reads_are_equal", frozen=True),
-    "answers_with_numbers": Wrong(promise="test_records_have_the_documented_form"),
-    "counts_its_instances": Wrong(promise="test_instances_are_equal"),
-    "draws_at_each_read": Wrong(promise="test_equal_reads_are_equal"),
-    "draws_from_the_global_generator": Wrong(promise="test_other_seeds_change_nothing"),
-    "has_sets_in_its_prompt": Wrong(promise="test_prompts_can_be_hashed"),
-    "hashes_texts": Wrong(promise="test_other_processes_read_the_same"),
-    "returns_functions": Wrong(promise="test_records_can_be_pickled"),
-    "returns_its_own_records": Wrong(promise="test_records_may_be_changed"),
-    "stops_at_a_bad_row": Wrong(promise="test_bad_rows_are_named"),
+    "NamesATaskByNumber": Wrong(promise="test_records_have_the_documented_form", frozen=True),
+    "NotesTheTime": Wrong(promise="test_equal_reads_are_equal", frozen=True),
+    "ShufflesAfterEachEpoch": Wrong(promise="test_equal_reads_are_equal", frozen=True),
+    "AnswersWithNumbers": Wrong(promise="test_records_have_the_documented_form"),
+    "CountsItsInstances": Wrong(promise="test_instances_are_equal"),
+    "DrawsAtEachRead": Wrong(promise="test_equal_reads_are_equal"),
+    "DrawsFromTheGlobalGenerator": Wrong(promise="test_other_seeds_change_nothing"),
+    "HasSetsInItsPrompt": Wrong(promise="test_prompts_can_be_hashed"),
+    "HashesTexts": Wrong(promise="test_other_processes_read_the_same"),
+    "ReturnsFunctions": Wrong(promise="test_records_can_be_pickled"),
+    "ReturnsItsOwnRecords": Wrong(promise="test_records_may_be_changed"),
+    "StopsAtABadRow": Wrong(promise="test_bad_rows_are_named"),
 }
 
 ALGORITHMS = {
@@ -275,9 +273,9 @@ ALGORITHMS = {
 }
 
 LOSSES = {
-    "averages_over_the_microbatch": Wrong(promise="test_microbatches_do_not_change_the_gradient", frozen=True),
-    "looks_for_an_undeclared_column": Wrong(promise="test_it_reads_only_what_it_declares"),
-    "reads_an_undeclared_column": Wrong(promise="test_it_reads_only_what_it_declares"),
+    "AveragesOverTheMicrobatch": Wrong(promise="test_microbatches_do_not_change_the_gradient", frozen=True),
+    "LooksForAnUndeclaredColumn": Wrong(promise="test_it_reads_only_what_it_declares"),
+    "ReadsAnUndeclaredColumn": Wrong(promise="test_it_reads_only_what_it_declares"),
 }
 
 COMMANDS = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from isolation import require_isolation
-from wrong_plugins.loggers.base import Lines, written
+from wrong_plugins.loggers import Lines, written
 from wrong_plugins.registry import (
     ALGORITHMS,
     COMMANDS,
@@ -66,11 +66,11 @@ def test_the_answers_of_a_test_class_are_sent_in_turn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["right", *ENVIRONMENTS])
+@pytest.mark.parametrize("name", ["Right", *ENVIRONMENTS])
 def test_the_kit_finds_a_wrong_environment_by_the_promise_that_it_breaks(name):
-    path = f"wrong_plugins.environments.{name}.Environment"
+    path = f"wrong_plugins.environments.{name}"
     names, text = broken(EnvironmentConformance, path, rows=ROWS)
-    assert names == ([] if name == "right" else [ENVIRONMENTS[name].promise]), text
+    assert names == ([] if name == "Right" else [ENVIRONMENTS[name].promise]), text
     assert "Traceback" not in text
 
 
@@ -83,10 +83,10 @@ def test_the_kit_finds_a_wrong_engine_by_the_promise_that_it_breaks(name):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("name", ["right", *TRANSPORTS])
+@pytest.mark.parametrize("name", ["Right", *TRANSPORTS])
 def test_the_kit_finds_a_wrong_weight_transport_by_the_promise_that_it_breaks(name):
-    names, text = broken(WeightTransportConformance, f"wrong_plugins.transports.{name}.Transport")
-    assert names == ([] if name == "right" else [TRANSPORTS[name].promise]), text
+    names, text = broken(WeightTransportConformance, f"wrong_plugins.transports.{name}")
+    assert names == ([] if name == "Right" else [TRANSPORTS[name].promise]), text
     assert "Traceback" not in text
 
 
@@ -94,11 +94,11 @@ SLOW = pytest.mark.full("every call starts an interpreter; another sandbox here,
 
 
 @pytest.mark.parametrize(
-    "name", ["joins_both_outputs", *(pytest.param(name, marks=SLOW) for name in SANDBOXES if name != "joins_both_outputs")]
+    "name", ["JoinsBothOutputs", *(pytest.param(name, marks=SLOW) for name in SANDBOXES if name != "JoinsBothOutputs")]
 )
 def test_the_kit_finds_a_wrong_sandbox_by_the_promise_that_it_breaks(name):
     require_isolation()
-    names, text = broken(SandboxConformance, f"wrong_plugins.sandboxes.{name}.Sandbox")
+    names, text = broken(SandboxConformance, f"wrong_plugins.sandboxes.{name}")
     assert names == [SANDBOXES[name].promise], text
 
 
@@ -111,18 +111,18 @@ def test_the_kit_finds_a_wrong_command_by_the_promise_that_it_breaks(name):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("name", ["right", *LOGGERS])
+@pytest.mark.parametrize("name", ["Right", *LOGGERS])
 def test_the_kit_finds_a_wrong_logger_by_the_promise_that_it_breaks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = f"wrong_plugins.loggers.{name}.Logger"
+    path = f"wrong_plugins.loggers.{name}"
     names, text = broken(LoggerConformance, path, written=classmethod(lambda _, folder: written(folder)))
-    assert names == ([] if name == "right" else [LOGGERS[name].promise]), text
+    assert names == ([] if name == "Right" else [LOGGERS[name].promise]), text
     assert "Traceback" not in text
 
 
 def test_the_kit_says_of_a_constructor_of_a_logger_what_a_run_says(tmp_path, monkeypatch):
     (tmp_path / "logger_of_cfg.py").write_text(
-        "from wrong_plugins.loggers.base import Lines\n\nclass Logger(Lines):\n    def __init__(self, cfg): ...\n"
+        "from wrong_plugins.loggers import Lines\n\nclass Logger(Lines):\n    def __init__(self, cfg): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     _, text = broken(LoggerConformance, "logger_of_cfg.Logger")
@@ -140,24 +140,24 @@ def test_the_kit_gives_a_logger_the_records_of_a_run():
             rows.extend(rollouts)
 
     make = classmethod(lambda _, folder: Keeps(config=None, folder=folder))
-    broken(LoggerConformance, "wrong_plugins.loggers.right.Logger", make=make)
+    broken(LoggerConformance, "wrong_plugins.loggers.Right", make=make)
     assert rows
     assert all(row.keys() == keys for row in rows), keys ^ rows[0].keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["right", *DATASETS])
+@pytest.mark.parametrize("name", ["Right", *DATASETS])
 def test_the_kit_finds_a_wrong_dataset_by_the_promise_that_it_breaks(name):
-    bad_rows = {"row 3": {"bad": 3}} if name in ("right", "stops_at_a_bad_row") else {}
-    names, text = broken(DatasetConformance, f"wrong_plugins.datasets.{name}.Dataset", bad_rows=bad_rows)
-    assert names == ([] if name == "right" else [DATASETS[name].promise]), text
+    bad_rows = {"row 3": {"bad": 3}} if name in ("Right", "StopsAtABadRow") else {}
+    names, text = broken(DatasetConformance, f"wrong_plugins.datasets.{name}", bad_rows=bad_rows)
+    assert names == ([] if name == "Right" else [DATASETS[name].promise]), text
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("name", ["right", *LOSSES])
+@pytest.mark.parametrize("name", ["Right", *LOSSES])
 def test_the_kit_finds_a_wrong_loss_by_the_promise_that_it_breaks(name):
-    names, text = broken(LossConformance, f"wrong_plugins.losses.{name}.Loss")
-    assert names == ([] if name == "right" else [LOSSES[name].promise]), text
+    names, text = broken(LossConformance, f"wrong_plugins.losses.{name}")
+    assert names == ([] if name == "Right" else [LOSSES[name].promise]), text
     assert "Traceback" not in text
 
 

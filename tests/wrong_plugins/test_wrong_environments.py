@@ -14,7 +14,7 @@ def section(name):
     return {
         "grpo": {"max_rollout_turns": 2},
         "policy": {"max_total_sequence_length": 32},
-        "env": {"arithmetic": {"env_cls": f"wrong_plugins.environments.{name}.Environment"}},
+        "env": {"arithmetic": {"env_cls": f"wrong_plugins.environments.{name}"}},
     }
 
 
@@ -28,7 +28,7 @@ def check(tmp_path):
         words = [
             "check",
             "env",
-            f"wrong_plugins.environments.{name}.Environment",
+            f"wrong_plugins.environments.{name}",
             "--rows",
             str(tmp_path / "rows.jsonl"),
             "--json",
@@ -58,12 +58,12 @@ def test_check_env_finds_every_wrong_environment(check, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["right", *(name for name, wrong in ENVIRONMENTS.items() if wrong.marker == "check")])
+@pytest.mark.parametrize("name", ["Right", *(name for name, wrong in ENVIRONMENTS.items() if wrong.marker == "check")])
 def test_a_right_environment_trains_and_so_does_one_that_only_check_env_can_find(train, name):
     code, output, steps = train(section(name))
     assert (code, len(steps)) == (0, 3), output
 
 
 def test_a_right_environment_passes_check_env(check):
-    code, output = check("right")
+    code, output = check("Right")
     assert code == 0, output

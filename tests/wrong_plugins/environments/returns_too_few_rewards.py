@@ -1,8 +1,0 @@
-"""Leaves out the reward of its last row."""
-
-from wrong_plugins.environments.base import TwoTurns
-
-
-class Environment(TwoTurns):
-    def altered(self, right):
-        return right._replace(rewards=right.rewards[:-1])
