@@ -28,7 +28,7 @@ CONFIG = {
 def run_with(train, engine, tmp_path):
     """Output of a run with one of `wrong_plugins.engines`, and its rollouts that were trained."""
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    section = {"policy": {"generation": {"backend": f"wrong_plugins.engines.{engine}.Engine"}}}
+    section = {"policy": {"generation": {"backend": f"wrong_plugins.engines.{engine}"}}}
     code, output = train(merged(CONFIG, section), environment={"PYTHONPATH": path}).wait()
     assert code == 1, output
     assert "Traceback" not in output
@@ -43,7 +43,7 @@ def run_with(train, engine, tmp_path):
 
 @pytest.mark.full("test_an_engine_that_streams_older_weights_is_stopped in this file")
 def test_no_token_that_a_wrong_engine_sampled_in_flight_is_trained(train, tmp_path):
-    _, rows = run_with(train, "keeps_its_first_weights", tmp_path)
+    _, rows = run_with(train, "KeepsItsFirstWeights", tmp_path)
     # The first weights are those of version 0, so tokens of every later version are wrong.
     assert rows
     assert {version for row in rows for version in row["turn_versions"]} == {0}
@@ -52,10 +52,10 @@ def test_no_token_that_a_wrong_engine_sampled_in_flight_is_trained(train, tmp_pa
 
 @pytest.mark.slow
 def test_an_engine_that_streams_older_weights_is_stopped(train, tmp_path):
-    _, rows = run_with(train, "streams_from_its_first_weights", tmp_path)
+    _, rows = run_with(train, "StreamsFromItsFirstWeights", tmp_path)
     assert {version for row in rows for version in row["turn_versions"]} == {0}
 
 
 @pytest.mark.full("test_an_engine_that_streams_older_weights_is_stopped in this file")
 def test_an_engine_that_keeps_keys_and_values_of_older_weights_is_stopped(train, tmp_path):
-    run_with(train, "keeps_keys_and_values", tmp_path)
+    run_with(train, "KeepsKeysAndValues", tmp_path)

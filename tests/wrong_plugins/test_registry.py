@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, LOSSES, POLICIES, SANDBOXES, TRANSPORTS
 
-FOLDERS = {"engines": ENGINES, "policies": POLICIES, "commands": COMMANDS}
+FOLDERS = {"policies": POLICIES, "commands": COMMANDS}
 MODULES = {
     "datasets": DATASETS,
+    "engines": ENGINES,
     "environments": ENVIRONMENTS,
     "loggers": LOGGERS,
     "losses": LOSSES,
     "sandboxes": SANDBOXES,
     "transports": TRANSPORTS,
 }
-BASES = {"Sums", "TwoTurns", "Lines", "SandboxOf", "Files", "Right"}
+BASES = {"EngineOf", "Sums", "TwoTurns", "Lines", "SandboxOf", "Files", "Right"}
 
 
 @pytest.mark.parametrize(("folder", "plugins"), FOLDERS.items())

@@ -1,0 +1,363 @@
+"""Engines that break a promise of engines; most are the Transformers engine with another worker."""
+
+import copy
+import math
+import time
+
+import torch
+
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker, RowsInFlight
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.interfaces import GenerationInterface
+
+
+class EngineOf(DistributedGeneration):
+    """An engine of `Worker`, which a subclass replaces; its section is that of the backend `hf`."""
+
+    Worker = HFGenerationWorker
+    capabilities = ("in_process", "async_rows", "refit_in_flight", "shared_memory", "held_weight_digests")
+
+    def __init__(self, *, config, **kwargs):
+        super().__init__(worker_class=self.Worker, config=HFGenerationConfig(**{**dict(config), "backend": "hf"}), **kwargs)
+
+    @property
+    def tokenizer_section(self):
+        return self.config.tokenizer
+
+
+class Right(EngineOf):
+    """The right control: the Transformers engine as it is."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            return super().generate(data, greedy=greedy)
+
+
+class CountsLengthsWithoutThePrompt(EngineOf):
+    """Reports the length of the completion as that of the row."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["unpadded_sequence_lengths"] = output["generation_lengths"].clone()
+            return output
+
+
+class DecodesGreedily(EngineOf):
+    """Takes the most likely token where it should sample, with the right log-probabilities."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            return super().generate(data, greedy=True)
+
+
+class DropsARow(EngineOf):
+    """Returns one row less than it was given."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            return output.slice(0, output.size - 1)
+
+
+class FromScratchWithoutARefit(GenerationInterface):
+    """Written from scratch, without the methods that a refit calls."""
+
+    capabilities = ("in_process",)
+
+    def __init__(self, *, config, cluster=None, deadlines=None):
+        self.config = config
+
+    def generate(self, data, greedy=False):
+        raise AssertionError("a run without weights must not sample")
+
+    def prepare_for_generation(self, *args, **kwargs):
+        return True
+
+    def finish_generation(self, *args, **kwargs):
+        return True
+
+
+class IgnoresSeeds(EngineOf):
+    """Draws other tokens for the same seeds."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            data["sample_seeds"] = torch.randint(2**62, (data.size,))
+            return super().generate(data, greedy=greedy)
+
+
+class KeepsItsFirstWeights(EngineOf):
+    """Samples from a copy of its first weights, but receives, digests and reports those of the policy."""
+
+    class Worker(HFGenerationWorker):
+        def setup(self):
+            facts = super().setup()
+            self._sampler.model = copy.deepcopy(self._sampler.model)
+            self._rows = RowsInFlight(self._sampler, session_bytes=0)
+            return facts
+
+
+class KeepsKeysAndValues(EngineOf):
+    """Continues rows in progress at a refit with the keys and values of the old weights."""
+
+    class Worker(HFGenerationWorker):
+        def setup(self):
+            facts = super().setup()
+            loop = self._rows._loop
+            step, loop.recompute = loop.step, lambda: None
+
+            def slow_step():
+                time.sleep(0.005)  # so that rows are in progress at every refit
+                return step()
+
+            loop.step = slow_step
+            return facts
+
+
+class LeavesOutTheEndToken(EngineOf):
+    """Returns rows that have ended without their end-of-sequence token."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            has_end = ~output["truncated"] & (output["generation_lengths"] > 1)
+            ends = output["unpadded_sequence_lengths"] - 1
+            at_end = torch.arange(output["output_ids"].shape[1]) == ends.unsqueeze(1)
+            output["logprobs"] = output["logprobs"].masked_fill(at_end & has_end.unsqueeze(1), 0.0)
+            for key in ("generation_lengths", "unpadded_sequence_lengths"):
+                output[key] = output[key] - has_end.long()
+            return output
+
+
+class LeavesOutTheLogProbabilityOfTheEnd(EngineOf):
+    """Returns 0.0 for the end-of-sequence token."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            ends = output["unpadded_sequence_lengths"] - 1
+            output["logprobs"][torch.arange(output.size), ends] = 0.0
+            return output
+
+
+class OverstatesProbabilities(EngineOf):
+    """Returns log-probabilities that are five percent too high."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"] * 0.95
+            return output
+
+
+class PadsOnTheLeft(EngineOf):
+    """Pads its rows on the left."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            width = output["output_ids"].shape[1]
+            for row, length in enumerate(output["unpadded_sequence_lengths"].tolist()):
+                for key in ("output_ids", "logprobs"):
+                    output[key][row] = output[key][row].roll(width - length)
+            return output
+
+
+class ReportsEndedRowsAsTruncated(EngineOf):
+    """Reports every row as cut off at a limit, also those that ended by themselves."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["truncated"] = torch.ones_like(output["truncated"])
+            return output
+
+
+class ReportsOldVersions(EngineOf):
+    """Reports that older weights sampled its rows."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["weight_version"] = output["weight_version"] - 1
+            versions = output["token_versions"]
+            output["token_versions"] = versions.where(versions < 0, versions - 1)
+            return output
+
+
+class ReturnsALogProbabilityPerRow(EngineOf):
+    """Returns the sum of the log-probabilities of each row."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"].sum(dim=1)
+            return output
+
+
+class ReturnsBits(EngineOf):
+    """Returns logarithms to the base of 2."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"] / math.log(2)
+            return output
+
+
+class ReturnsCompletionsOnly(EngineOf):
+    """Returns the sampled tokens without the prompt."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            width = int(data["input_lengths"].max())
+            output["output_ids"], output["logprobs"] = output["output_ids"][:, width:], output["logprobs"][:, width:]
+            output["unpadded_sequence_lengths"] = output["generation_lengths"].clone()
+            return output
+
+
+class ReturnsFloat64(EngineOf):
+    """Returns log-probabilities in double precision."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"].double()
+            return output
+
+
+class ReturnsInt32Tokens(EngineOf):
+    """Returns tokens as int32."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["output_ids"] = output["output_ids"].int()
+            return output
+
+
+class ReturnsLists(EngineOf):
+    """Returns lists instead of tensors."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            return BatchedDataDict({key: column.tolist() for key, column in output.items()})
+
+
+class ReturnsNan(EngineOf):
+    """Returns NaN for the last token of a row."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"][0, int(output["unpadded_sequence_lengths"][0]) - 1] = float("nan")
+            return output
+
+
+class ReturnsNoTruncated(EngineOf):
+    """Leaves a column out."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            del output["truncated"]
+            return output
+
+
+class ReturnsProbabilities(EngineOf):
+    """Returns probabilities instead of their logarithms."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"].exp() * (output["logprobs"] != 0)
+            return output
+
+
+class RoundsLogProbabilities(EngineOf):
+    """Returns log-probabilities with one decimal."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"].round(decimals=1)
+            return output
+
+
+class SamplesAtTemperatureOne(EngineOf):
+    """Ignores the configured temperature."""
+
+    class Worker(HFGenerationWorker):
+        def __init__(self, context, config):
+            super().__init__(context, config.model_copy(update={"temperature": 1.0}))
+
+
+class SamplesTooManyTokens(EngineOf):
+    """Samples one token more than it may, by repeating the last one."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            ends = output["unpadded_sequence_lengths"]
+            for key in ("output_ids", "logprobs"):
+                column = torch.nn.functional.pad(output[key], (0, 1))
+                column[torch.arange(output.size), ends] = column[torch.arange(output.size), ends - 1]
+                output[key] = column
+            output["generation_lengths"], output["unpadded_sequence_lengths"] = output["generation_lengths"] + 1, ends + 1
+            return output
+
+
+class ShiftsLogProbabilities(EngineOf):
+    """Returns each log-probability one position too early: that of a token stands at the token before it."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            output["logprobs"] = output["logprobs"].roll(-1, dims=1)
+            return output
+
+
+class StreamsFromItsFirstWeights(EngineOf):
+    """Samples complete batches with the policy's weights, but single rows from a copy of its first weights."""
+
+    class Worker(HFGenerationWorker):
+        def setup(self):
+            facts = super().setup()
+            sampler = copy.copy(self._sampler)
+            sampler.model = copy.deepcopy(sampler.model)
+            self._rows = RowsInFlight(sampler, session_bytes=0)
+            return facts
+
+
+class SwapsLogProbabilitiesOfTwoRows(EngineOf):
+    """Returns the right tokens with the log-probabilities of the next row."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            inside = output["logprobs"] != 0
+            output["logprobs"] = torch.where(inside, output["logprobs"].roll(1, dims=0), 0.0)
+            return output
+
+
+class SwapsTwoRows(EngineOf):
+    """Returns the last two rows in each other's place."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            order = [*range(output.size - 2), output.size - 1, output.size - 2]
+            return output.select_indices(order)
+
+
+class TakesAModel(EngineOf):
+    """Its constructor takes other arguments than a run passes."""
+
+    def __init__(self, config, model):
+        self.model = model
+        super().__init__(config=config)
