@@ -29,8 +29,7 @@ from cpu_time import cpu_seconds
 from rl_envs.code.environment import SuiteRunner
 from rl_envs.code.suites import read_suite
 from rl_sandbox.interface import Outcome
-from rl_sandbox.levels import Level
-from rl_sandbox.local import LocalSandbox
+from rl_sandbox.local import Level, LocalSandbox
 from rl_sandbox.session import LocalSession
 
 PROGRAM = "print(sum(range(100)))"

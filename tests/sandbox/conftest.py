@@ -10,8 +10,7 @@ import time
 import pytest
 from isolation import isolated
 
-from rl_sandbox.levels import Level
-from rl_sandbox.local import LocalSandbox
+from rl_sandbox.local import Level, LocalSandbox
 
 NORMAL_USER = 61200
 LIMITS = {"memory_mb": 256, "disk_mb": 16, "max_processes": 32, "output_kb": 64, "timeout_s": 60.0}

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rl_sandbox.interface import Outcome
-from rl_sandbox.levels import Level
+from rl_sandbox.local import Level
 
 from .conftest import LIMITS, wait_until
 

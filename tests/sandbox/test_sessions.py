@@ -17,12 +17,10 @@ from isolation import require_isolation
 
 from rl_core.errors import ConfigError
 from rl_sandbox import agent
-from rl_sandbox.agent_source import agent_source
 from rl_sandbox.cgroups import PREFIX
 from rl_sandbox.config import SandboxConfig
 from rl_sandbox.interface import Outcome, SandboxError, SandboxUnavailableError
-from rl_sandbox.levels import Level
-from rl_sandbox.local import LocalSandbox
+from rl_sandbox.local import Level, LocalSandbox, agent_source
 
 from .conftest import open_sandbox, wait_until
 
@@ -250,8 +248,7 @@ def test_closing_leaves_no_process_and_no_cgroup():
 
 CRASHING = """
 import os, sys
-from rl_sandbox.local import LocalSandbox
-from rl_sandbox.levels import Level
+from rl_sandbox.local import Level, LocalSandbox
 sandbox = LocalSandbox({"require": "rlimits"}, level=Level(sys.argv[1]))
 session = sandbox.open_session()
 session.run(f"import subprocess; subprocess.Popen(['sleep', {sys.argv[2]!r}], start_new_session=True)")

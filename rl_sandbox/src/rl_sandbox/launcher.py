@@ -17,16 +17,32 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_sandbox import bubblewrap, cgroups, seccomp, staging
+from rl_sandbox import cgroups, seccomp
 
+HOME = "/home/sandbox"
+"""Working folder of the programs inside the sandbox."""
+ENVIRONMENT = {
+    "HOME": HOME,
+    "LANG": "C.UTF-8",
+    "LOGNAME": "sandbox",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",
+    "TMPDIR": f"{HOME}/tmp",
+    "USER": "sandbox",
+}
+"""All environment variables of the programs."""
+_SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 PACKET = 1 << 17
 """Maximum size of a request or reply in bytes."""
 FIRST_UID, LAST_UID = 60706, 61183
@@ -67,7 +83,7 @@ class Launcher:
             _prctl(_SUBREAPER, 1, 0, 0, 0)
             return
         self.filter = seccomp.program(settings["machine"])
-        self.folders = staging.stage(settings["folders"]) if os.getuid() == 0 else {f: f for f in settings["folders"]}
+        self.folders = _stage(settings["folders"]) if os.getuid() == 0 else {f: f for f in settings["folders"]}
         if settings["drop_to"] is not None:
             _become(settings["drop_to"])
         if settings["level"] == "isolated_uid":
@@ -113,9 +129,9 @@ class Launcher:
         try:
             os.write(writer, self.filter)
             os.close(writer)
-            arguments = bubblewrap.command(
+            arguments = _bubblewrap(
                 settings["bwrap"],
-                self._command_of_session(channel, home=bubblewrap.HOME, contained=True),
+                self._command_of_session(channel, home=HOME, contained=True),
                 folders=self.folders,
                 disk_bytes=settings["disk"],
                 seccomp=reader,
@@ -130,7 +146,7 @@ class Launcher:
 
     def _start_uncontained(self, channel: int, errors: int) -> Session:
         folder = tempfile.mkdtemp(prefix=cgroups.PREFIX)
-        environment = {**bubblewrap.ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+        environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
         command = self._command_of_session(channel, home=folder, contained=False)
         process = _start(command, errors, (channel,), _prepare([], None), env=environment)
         return Session(process=process, folder=folder)
@@ -186,6 +202,91 @@ class Launcher:
         """Close every session."""
         for number in list(self.sessions):
             self.close(number)
+
+
+def serve(control: socket.socket, parent: int) -> None:
+    """Answer requests until the socket is closed or the parent has ended.
+
+    Args:
+        control: A socket of packets.
+        parent: The process id of the sandbox's user.
+    """
+    watched = os.pidfd_open(parent)
+    if os.getppid() != parent:
+        return
+    packet = control.recv(PACKET)
+    launcher = _answer(control, lambda: Launcher(json.loads(packet)), lambda made: made.describe())
+    if launcher is None:
+        return
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(watched, selectors.EVENT_READ)
+    try:
+        while all(key.fileobj is control for key, _ in selector.select()):
+            packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 2)
+            if not packet:
+                return
+            request = json.loads(packet)
+            if request["operation"] == "open":
+                _answer(control, lambda: launcher.open(request["session"], descriptors), dict)  # noqa: B023
+            else:
+                _answer(control, lambda: launcher.close(request["session"]), dict)  # noqa: B023
+    finally:
+        launcher.close_all()
+
+
+def _answer(control: socket.socket, act: Callable[[], Any], reply: Callable[[Any], dict[str, Any]]) -> Any:
+    """Send the result of a request, or its error; returns the result, or None after an error."""
+    try:
+        result = act()
+        answer = reply(result)
+    except (OSError, subprocess.SubprocessError) as error:
+        result, answer = None, {"error": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(OSError):  # the parent has ended, which the caller notices
+        control.send(json.dumps(answer).encode())
+    return result
+
+
+def _bubblewrap(
+    executable: str, command_of_session: Sequence[str], *, folders: Mapping[str, str], disk_bytes: int, seccomp: int
+) -> list[str]:
+    """The command line that runs a session inside bubblewrap.
+
+    Args:
+        executable: Path of `bwrap`.
+        command_of_session: What runs inside.
+        folders: Folders that are visible inside, read-only: path inside to path outside. `/usr` always is.
+        disk_bytes: Size of the writable file system, and of `/dev/shm`.
+        seccomp: File descriptor with the filter of `rl_sandbox.seccomp`.
+    """
+    # Order matters: later mounts cover earlier ones. Without the last remounts a program could fill `/` and `/dev`, whose sizes
+    # are half of the machine's memory.
+    return [
+        *(executable, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+        *("--unshare-cgroup-try", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
+        *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *(item for name, value in ENVIRONMENT.items() for item in ("--setenv", name, value)),
+        *("--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
+        *_system_folders(),
+        *(item for inside, outside in sorted(folders.items()) for item in ("--ro-bind", outside, inside)),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(disk_bytes), "--tmpfs", "/dev/shm"),
+        *("--size", str(disk_bytes), "--tmpfs", HOME, "--dir", f"{HOME}/tmp"),
+        *(() if any(Path(folder).is_relative_to("/tmp") for folder in folders) else ("--symlink", f"{HOME[1:]}/tmp", "/tmp")),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME),
+        *("--seccomp", str(seccomp), "--", *command_of_session),
+    ]
+
+
+def _system_folders() -> list[str]:
+    """`/lib` and other folders of the system: links into `/usr` on most systems, folders on some."""
+    arguments = []
+    for folder in map(Path, _SYSTEM_FOLDERS):
+        if folder.is_symlink():
+            arguments += ["--symlink", os.readlink(folder), str(folder)]
+        elif folder.is_dir():
+            arguments += ["--ro-bind", str(folder), str(folder)]
+    return arguments
 
 
 def _start(
@@ -264,48 +365,50 @@ def _remove(session: Session, **wait: float) -> bool:
     return True
 
 
-def serve(control: socket.socket, parent: int) -> None:
-    """Answer requests until the socket is closed or the parent has ended.
+_STAGE = Path("/tmp")
+_CLONE_NEWNS = 0x20000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
-    Args:
-        control: A socket of packets.
-        parent: The process id of the sandbox's user.
+
+def _stage(folders: list[str]) -> dict[str, str]:
+    """Where other users can read each folder, by its original path; a private one, such as `/root`, is mounted elsewhere.
+
+    Only possible and only needed as root. The mounts are in a namespace that only this process and its children see.
+
+    Raises:
+        OSError: Mounting is not permitted.
     """
-    watched = os.pidfd_open(parent)
-    if os.getppid() != parent:
-        return
-    packet = control.recv(PACKET)
-    launcher = _answer(control, lambda: Launcher(json.loads(packet)), lambda made: made.describe())
-    if launcher is None:
-        return
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    selector.register(watched, selectors.EVENT_READ)
-    try:
-        while all(key.fileobj is control for key, _ in selector.select()):
-            packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 2)
-            if not packet:
-                return
-            request = json.loads(packet)
-            if request["operation"] == "open":
-                _answer(control, lambda: launcher.open(request["session"], descriptors), dict)  # noqa: B023
-            else:
-                _answer(control, lambda: launcher.close(request["session"]), dict)  # noqa: B023
-    finally:
-        launcher.close_all()
+    closed = [folder for folder in folders if not _readable_by_all(Path(folder))]
+    if not closed:
+        return {folder: folder for folder in folders}
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_CLONE_NEWNS))
+    _mount(libc, "none", "/", None, _MS_REC | _MS_PRIVATE)
+    # Opened before the stage is mounted, which they may be below.
+    opened = [os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in folders]
+    _mount(libc, "tmpfs", str(_STAGE), "tmpfs", 0, "size=64k,mode=755")
+    staged = {}
+    for number, (folder, descriptor) in enumerate(zip(folders, opened, strict=True)):
+        target = _STAGE / str(number)
+        target.mkdir(mode=0o755)
+        _mount(libc, f"/proc/self/fd/{descriptor}", str(target), None, _MS_BIND | _MS_REC)
+        os.close(descriptor)
+        staged[folder] = str(target)
+    return staged
 
 
-def _answer(control: socket.socket, act: Callable[[], Any], reply: Callable[[Any], dict[str, Any]]) -> Any:
-    """Send the result of a request, or its error; returns the result, or None after an error."""
-    try:
-        result = act()
-        answer = reply(result)
-    except (OSError, subprocess.SubprocessError) as error:
-        result, answer = None, {"error": f"{type(error).__name__}: {error}"}
-    with contextlib.suppress(OSError):  # the parent has ended, which the caller notices
-        control.send(json.dumps(answer).encode())
-    return result
+def _readable_by_all(folder: Path) -> bool:
+    """Whether every user can open the folder and list it."""
+    enters = all(parent.stat().st_mode & stat.S_IXOTH for parent in (folder, *folder.parents))
+    return enters and bool(folder.stat().st_mode & stat.S_IROTH)
 
 
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    _check(libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)} (mounting the interpreter where other users can read it)")

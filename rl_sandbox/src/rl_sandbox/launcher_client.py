@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_sandbox.interface import SandboxError
+from rl_sandbox.launcher import PACKET
 
 _TIMEOUT_S = 60.0
 _EXIT_S = 5.0
-_PACKET = 1 << 17
 # `-I` and `-S` skip site-packages, whose start-up files would slow down the process.
 _MAIN = "import sys, os, socket; sys.path.insert(0, sys.argv[3]); from rl_sandbox.launcher import serve; " + (
     "serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))"
@@ -107,7 +107,7 @@ class LauncherClient:
     def _request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-            packet = self._control.recv(_PACKET)
+            packet = self._control.recv(PACKET)
         except TimeoutError as error:
             # A late reply would be taken for the reply to the next request. The sessions end with the launcher.
             self._process.kill()
