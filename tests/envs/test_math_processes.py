@@ -75,7 +75,7 @@ def test_a_comparison_that_never_ends_is_counted_as_a_timeout(lenient_grader):
 
 
 def test_a_request_larger_than_the_pipe_to_a_stopped_process_does_not_wait_for_ever():
-    process = GradingProcess("rl_envs.math.worker")
+    process = GradingProcess("rl_envs.math.answers")
     request = {"expected": "1", "completion": "1", "question": "", "require_box": False, "allow_unevaluated": False}
     try:
         process.ask(request, timeout_s=60.0)
@@ -123,7 +123,7 @@ class DyingProcess(GradingProcess):
     """A process that ends or stops when it gets a request."""
 
     def __init__(self, number):
-        super().__init__("rl_envs.math.worker")
+        super().__init__("rl_envs.math.answers")
         self._number = number
 
     def _running(self):

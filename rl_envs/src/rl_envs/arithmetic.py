@@ -1,7 +1,4 @@
-"""The environment `arithmetic`: reward 1.0 if the completion is the expected whole number, compared as text.
-
-Generated arithmetic problems. Record i is a pure function of the seed, the split and i.
-"""
+"""The environment `arithmetic`, which expects one whole number as text, and the dataset that generates its problems."""
 
 from __future__ import annotations
 
@@ -17,9 +14,10 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.records import Record
 from rl_envs.config import ArithmeticDatasetConfig, ArithmeticEnvironmentConfig
 from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
-from rl_envs.math.answers import last_box
+from rl_envs.math.notation import last_box
 
 _NUMBER = re.compile(r"-?[0-9]+")
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class ArithmeticEnvironment(ScorerEnvironment):
@@ -63,45 +61,8 @@ def read_number(text: str, *, in_box: bool) -> str | None:
     return None if number is None else number.group()
 
 
-TASK = "arithmetic"
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Two operands and an operation."""
-
-    left: int
-    right: int
-    operation: str
-
-    @property
-    def answer(self) -> int:
-        """The exact result."""
-        return _OPERATIONS[self.operation](self.left, self.right)
-
-
-def add_without_carrying(left: int, right: int) -> int:
-    """The column-wise sum without carries, except in the leading column: 58+67 gives 115."""
-    columns = max(len(str(left)), len(str(right))) - 1
-    top: int = 10**columns
-    units = 0
-    for column in range(columns):
-        units += (left // 10**column + right // 10**column) % 10 * 10**column
-    return (left // top + right // top) * top + units
-
-
-def is_held_out(left: int, right: int) -> bool:
-    """Whether a pair belongs to validation, independent of its order, the operation and the seed.
-
-    It depends only on a hash of the pair, so that datasets with different settings never share a question across splits, and
-    `12+34` in training does not reveal `34+12` in validation.
-    """
-    return is_reserved(f"{min(left, right)},{max(left, right)}")
-
-
 class ArithmeticDataset(GeneratedDataset):
-    """Sums, differences and products of whole numbers.
+    """Sums, differences and products of whole numbers. Record i is a pure function of the seed, the split and i.
 
     Args:
         config: `ArithmeticDatasetConfig`, a dict of its keys, or None for its defaults.
@@ -121,7 +82,7 @@ class ArithmeticDataset(GeneratedDataset):
         return {
             "messages": messages,
             "extra_env_info": {"expected_answer": str(problem.answer), "in_box": self.config.style == "chat"},
-            "task_name": self.config.task_name or TASK,
+            "task_name": self.config.task_name or "arithmetic",
         }
 
     def problem(self, index: int) -> Problem:
@@ -155,3 +116,36 @@ class ArithmeticDataset(GeneratedDataset):
 
     def _random(self, index: int, purpose: str = "") -> random.Random:
         return random.Random(f"{self.config.seed}/{self.config.split}/{index}{purpose}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Two operands and an operation."""
+
+    left: int
+    right: int
+    operation: str
+
+    @property
+    def answer(self) -> int:
+        """The exact result."""
+        return _OPERATIONS[self.operation](self.left, self.right)
+
+
+def add_without_carrying(left: int, right: int) -> int:
+    """The column-wise sum without carries, except in the leading column: 58+67 gives 115."""
+    columns = max(len(str(left)), len(str(right))) - 1
+    top: int = 10**columns
+    units = 0
+    for column in range(columns):
+        units += (left // 10**column + right // 10**column) % 10 * 10**column
+    return (left // top + right // top) * top + units
+
+
+def is_held_out(left: int, right: int) -> bool:
+    """Whether a pair belongs to validation, independent of its order, the operation and the seed.
+
+    It depends only on a hash of the pair, so that datasets with different settings never share a question across splits, and
+    `12+34` in training does not reveal `34+12` in validation.
+    """
+    return is_reserved(f"{min(left, right)},{max(left, right)}")

@@ -1,18 +1,6 @@
-"""Config sections of the environments and datasets. Lightweight imports only.
+"""Config sections of the environments, and of the datasets that generate their records. Lightweight imports only.
 
-Config of the environment `code`. Lightweight imports only.
-
-The section of the environment `instruction_following`. Lightweight imports only.
-
-The section of the environment `judge`. Lightweight imports only.
-
-The section of `nemo_gym`. Lightweight imports only.
-
-Sections of the environment and the dataset `reasoning_gym`. Lightweight imports only.
-
-Sections of the environment and the dataset `sliding_puzzle`. Lightweight imports only.
-
-Config of the environment `tools`. Lightweight imports only.
+Environments for data of any source come first, then those with a dataset of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +12,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig, ToolEnvironmentConfig
 from rl_core.config.section import NAME_OR_PATH, Section, check_template_kwargs
-from rl_core.config.validator import read_section as read_section
 from rl_sandbox.config import SandboxConfig
 
 
@@ -40,131 +27,6 @@ class MathEnvironmentConfig(EnvironmentConfig):
     stated answer."""
     allow_unevaluated: bool = False
     """Whether to accept answers with unevaluated arithmetic, such as `3 + 2` for 5 or `(x+1)^2` for `x^2+2x+1`."""
-
-
-class ArithmeticEnvironmentConfig(EnvironmentConfig):
-    """`env.arithmetic`: the completion must be exactly the number."""
-
-    format_reward: float = Field(default=0.0, ge=0.0)
-    """Reward added if the completion is a whole number, correct or not."""
-
-
-class GeneratedDatasetConfig(DatasetConfig):
-    """Base section of the datasets that generate their records."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
-
-    num_samples: int = Field(default=4096, ge=1)
-    """Number of records."""
-
-
-class ArithmeticDatasetConfig(GeneratedDatasetConfig):
-    """Generated arithmetic problems of the form `a + b =`, with a configurable number of digits."""
-
-    dataset_name: str = "arithmetic"
-    """Name of a registered dataset, or the dotted path of its class."""
-    split: Literal["train", "validation"] = "train"
-    """Which operand pairs to draw. One pair in eight is reserved for validation, in either order and for every operation."""
-    operations: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
-    """Operations to draw from, with equal probability."""
-    min_digits: int = Field(default=1, ge=1, le=9)
-    """Minimum number of digits of an operand."""
-    max_digits: int = Field(default=2, ge=1, le=9)
-    """Maximum number of digits of an operand."""
-    seed: int = 0
-    """Random seed. Record i depends only on the seed, the split and i."""
-    style: Literal["plain", "chat"] = "plain"
-    """`plain`: the prompt is `12+34=`; `chat`: a question in words that asks for the answer in `\\boxed{}`."""
-    with_response: bool = False
-    """Whether to add the answer as the assistant's message, for supervised training."""
-    forgotten_carries: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Fraction of the answers of `with_response` that drop the carry, such as 38+24=52, to train a model that makes this
-    mistake. The expected answer stays correct."""
-
-    @model_validator(mode="after")
-    def _carries_need_sums(self) -> ArithmeticDatasetConfig:
-        if self.forgotten_carries > 0 and (not self.with_response or self.operations != ["+"]):
-            raise ValueError("forgotten_carries applies to the answers of sums: set with_response: true and operations: ['+']")
-        return self
-
-    @model_validator(mode="after")
-    def _digits_in_order(self) -> ArithmeticDatasetConfig:
-        if self.min_digits > self.max_digits:
-            raise ValueError(f"min_digits ({self.min_digits}) is above max_digits ({self.max_digits}): no operand is allowed")
-        return self
-
-
-class GuessNumberEnvironmentConfig(EnvironmentConfig):
-    """`env.guess`: the model guesses numbers until it finds the secret one."""
-
-    max_guesses: int = Field(default=7, ge=1)
-    """Maximum number of guesses before the game is lost. Each takes one turn; a lower `max_rollout_turns` ends the game
-    earlier."""
-    higher: str = Field(default="higher", min_length=1)
-    """Reply of the environment if the secret number is higher. A tiny tokenizer may need `+`."""
-    lower: str = Field(default="lower", min_length=1)
-    """Reply of the environment if the secret number is lower."""
-    unreadable: str = Field(default="Say one whole number.", min_length=1)
-    """Reply of the environment if the message is not a whole number, which counts as a guess."""
-
-    @property
-    def turns_needed(self) -> int:
-        return self.max_guesses
-
-
-class RewardModelEnvironmentConfig(EnvironmentConfig):
-    """`env.reward_model`: a trained reward model scores the conversation."""
-
-    model_name: Annotated[str, NAME_OR_PATH]
-    """Folder or name of the reward model, a classifier with one label, such as `step_<n>/policy/weights` of an `rm`
-    checkpoint."""
-    tokenizer_name: Annotated[str | None, NAME_OR_PATH] = None
-    """Name or folder of the tokenizer; defaults to that of the model."""
-    chat_template: Annotated[str | None, NAME_OR_PATH] = None
-    """Jinja chat template or its path; defaults to the one of the tokenizer."""
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
-    """Variables passed to the chat template, such as `{enable_thinking: false}`."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Data type of weights and activations. Scores are always float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the reward model. `auto` uses a GPU if the environment's process sees one."""
-    batch_size: int = Field(default=32, ge=1)
-    """Number of conversations per forward pass."""
-    max_length: int = Field(default=4096, ge=1)
-    """Maximum number of tokens to score. Longer conversations keep their last tokens, which contain the answer."""
-    shift: float = 0.0
-    """Value subtracted from every score, for example the mean score, so that rewards are centered at 0."""
-    scale: float = 1.0
-    """Factor of the reward: scale * (score - shift)."""
-
-    @model_validator(mode="after")
-    def _rewards_differ(self) -> RewardModelEnvironmentConfig:
-        if self.scale == 0:
-            raise ValueError("scale is 0, so every reward would be 0: remove it or set another factor")
-        return self
-
-
-class GuessNumberDatasetConfig(GeneratedDatasetConfig):
-    """Secret numbers to guess."""
-
-    dataset_name: str = "guess"
-    """Name of a registered dataset, or the dotted path of its class."""
-    num_samples: int = Field(default=1024, ge=1)
-    """Number of records."""
-    lowest: int = 1
-    """Smallest secret number."""
-    highest: int = 100
-    """Largest secret number."""
-    seed: int = 0
-    """Random seed. Record i depends only on the seed and i."""
-    question: str = "I think of a whole number from {lowest} to {highest}. Say one number a turn, and nothing else."
-    """First message to the model; `{lowest}` and `{highest}` are replaced by their values."""
-
-    @model_validator(mode="after")
-    def _range_in_order(self) -> GuessNumberDatasetConfig:
-        if self.lowest > self.highest:
-            raise ValueError(f"lowest ({self.lowest}) is above highest ({self.highest}): the range is empty")
-        return self
 
 
 class CodeEnvironmentConfig(EnvironmentConfig):
@@ -277,87 +139,35 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
         return self
 
 
-class NemoGymConfig(EnvironmentConfig):
-    """`env.nemo_gym`: a resources server of NeMo Gym, which has the tools and verifies the rollouts."""
+class RewardModelEnvironmentConfig(EnvironmentConfig):
+    """`env.reward_model`: a trained reward model scores the conversation."""
 
-    url: str = Field(pattern="^https?://")
-    """URL of the resources server, such as `http://localhost:8000`."""
-    max_tool_turns: int = Field(default=8, ge=0)
-    """Maximum number of turns with tool calls in a rollout. Calls of later turns are not run, and the rollout is verified."""
-    timeout_s: float = Field(default=60.0, gt=0.0)
-    """Timeout of one request, in seconds."""
-    success_reward: float = 1.0
-    """Reward from which a rollout counts as correct in `accuracy`."""
-
-    @property
-    def turns_needed(self) -> int:
-        return self.max_tool_turns + 1
-
-
-class ReasoningGymEnvironmentConfig(EnvironmentConfig):
-    """`env.reasoning_gym`: the scorer of each row's Reasoning Gym task."""
-
-    answer_tag: str | None = "answer"
-    """XML tag around the final answer, whose last occurrence is scored; null scores the whole completion."""
-    timeout_s: float = Field(default=5.0, gt=0.0)
-    """CPU time limit of scoring one answer, in seconds. When it expires, the answer gets 0.0."""
-    reward: Literal["score", "correct"] = "correct"
-    """`correct` is 1.0 for the full score, else 0.0. `score` is the number that the task's scorer gives: many scorers give more
-    than 0.3 to wrong answers, which training can exploit."""
-
-
-class ReasoningGymDatasetConfig(GeneratedDatasetConfig):
-    """Generated problems of a Reasoning Gym task."""
-
-    dataset_name: str = "reasoning_gym"
-    """Name of a registered dataset, or the dotted path of its class."""
-    task: str = "leg_counting"
-    """Name of the Reasoning Gym task, such as `countdown` or `spell_backward`."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the task, such as its difficulty: `{min_animals: 2, max_animals: 4}`."""
-    seed: int = 0
-    """Random seed. Record i depends only on the task, its settings, the seed and i; use another seed for validation data."""
-    system_prompt: str | None = "Think step by step. Give only the final answer between <answer> and </answer>."
-    """System message; null for none."""
-
-
-class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
-    """`env.sliding_puzzle`: the model moves one tile per turn until the board is in order."""
-
-    max_moves: int = Field(default=12, ge=1)
-    """Maximum number of moves, legal or not, before the game is lost. Each takes one turn."""
-    illegal_move_penalty: float = Field(default=0.0, ge=0.0)
-    """Penalty subtracted from the reward for every message that is not a legal move."""
-
-    @property
-    def turns_needed(self) -> int:
-        return self.max_moves
-
-
-class SlidingPuzzleDatasetConfig(GeneratedDatasetConfig):
-    """Shuffled boards, each made from the solved one by legal moves, so that every board can be solved."""
-
-    dataset_name: str = "sliding_puzzle"
-    """Name of a registered dataset, or the dotted path of its class."""
-    num_samples: int = Field(default=1024, ge=1)
-    """Number of records."""
-    size: int = Field(default=3, ge=2, le=6)
-    """Number of rows and columns of a board."""
-    min_shuffles: int = Field(default=1, ge=1)
-    """Minimum number of random moves that shuffle a solved board. A board shuffled by n moves can be solved in at most n."""
-    max_shuffles: int = Field(default=4, ge=1)
-    """Maximum number of random moves. The number is drawn uniformly from the range."""
-    split: Literal["train", "validation"] | None = None
-    """Which boards to draw. One board in eight is reserved for validation, by a hash of the board. Null: all boards."""
-    seed: int = 0
-    """Random seed. Record i depends only on the seed, the size, the split, the range of shuffles and i."""
+    model_name: Annotated[str, NAME_OR_PATH]
+    """Folder or name of the reward model, a classifier with one label, such as `step_<n>/policy/weights` of an `rm`
+    checkpoint."""
+    tokenizer_name: Annotated[str | None, NAME_OR_PATH] = None
+    """Name or folder of the tokenizer; defaults to that of the model."""
+    chat_template: Annotated[str | None, NAME_OR_PATH] = None
+    """Jinja chat template or its path; defaults to the one of the tokenizer."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
+    """Variables passed to the chat template, such as `{enable_thinking: false}`."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of weights and activations. Scores are always float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the reward model. `auto` uses a GPU if the environment's process sees one."""
+    batch_size: int = Field(default=32, ge=1)
+    """Number of conversations per forward pass."""
+    max_length: int = Field(default=4096, ge=1)
+    """Maximum number of tokens to score. Longer conversations keep their last tokens, which contain the answer."""
+    shift: float = 0.0
+    """Value subtracted from every score, for example the mean score, so that rewards are centered at 0."""
+    scale: float = 1.0
+    """Factor of the reward: scale * (score - shift)."""
 
     @model_validator(mode="after")
-    def _shuffles_in_order(self) -> SlidingPuzzleDatasetConfig:
-        if self.min_shuffles > self.max_shuffles:
-            raise ValueError(
-                f"min_shuffles ({self.min_shuffles}) is above max_shuffles ({self.max_shuffles}): the range is empty"
-            )
+    def _rewards_differ(self) -> RewardModelEnvironmentConfig:
+        if self.scale == 0:
+            raise ValueError("scale is 0, so every reward would be 0: remove it or set another factor")
         return self
 
 
@@ -421,5 +231,182 @@ class ToolsEnvironmentConfig(ToolEnvironmentConfig):
             raise ValueError(
                 f"sandbox.timeout_s ({self.sandbox.timeout_s:g}) must be below call_timeout_s ({self.call_timeout_s:g}), so "
                 "that the sandbox stops the code before the call is given up"
+            )
+        return self
+
+
+class NemoGymConfig(EnvironmentConfig):
+    """`env.nemo_gym`: a resources server of NeMo Gym, which has the tools and verifies the rollouts."""
+
+    url: str = Field(pattern="^https?://")
+    """URL of the resources server, such as `http://localhost:8000`."""
+    max_tool_turns: int = Field(default=8, ge=0)
+    """Maximum number of turns with tool calls in a rollout. Calls of later turns are not run, and the rollout is verified."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Timeout of one request, in seconds."""
+    success_reward: float = 1.0
+    """Reward from which a rollout counts as correct in `accuracy`."""
+
+    @property
+    def turns_needed(self) -> int:
+        return self.max_tool_turns + 1
+
+
+class GeneratedDatasetConfig(DatasetConfig):
+    """Base section of the datasets that generate their records."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
+
+    num_samples: int = Field(default=4096, ge=1)
+    """Number of records."""
+
+
+class ArithmeticEnvironmentConfig(EnvironmentConfig):
+    """`env.arithmetic`: the completion must be exactly the number."""
+
+    format_reward: float = Field(default=0.0, ge=0.0)
+    """Reward added if the completion is a whole number, correct or not."""
+
+
+class ArithmeticDatasetConfig(GeneratedDatasetConfig):
+    """Generated arithmetic problems of the form `a + b =`, with a configurable number of digits."""
+
+    dataset_name: str = "arithmetic"
+    """Name of a registered dataset, or the dotted path of its class."""
+    split: Literal["train", "validation"] = "train"
+    """Which operand pairs to draw. One pair in eight is reserved for validation, in either order and for every operation."""
+    operations: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
+    """Operations to draw from, with equal probability."""
+    min_digits: int = Field(default=1, ge=1, le=9)
+    """Minimum number of digits of an operand."""
+    max_digits: int = Field(default=2, ge=1, le=9)
+    """Maximum number of digits of an operand."""
+    seed: int = 0
+    """Random seed. Record i depends only on the seed, the split and i."""
+    style: Literal["plain", "chat"] = "plain"
+    """`plain`: the prompt is `12+34=`; `chat`: a question in words that asks for the answer in `\\boxed{}`."""
+    with_response: bool = False
+    """Whether to add the answer as the assistant's message, for supervised training."""
+    forgotten_carries: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Fraction of the answers of `with_response` that drop the carry, such as 38+24=52, to train a model that makes this
+    mistake. The expected answer stays correct."""
+
+    @model_validator(mode="after")
+    def _carries_need_sums(self) -> ArithmeticDatasetConfig:
+        if self.forgotten_carries > 0 and (not self.with_response or self.operations != ["+"]):
+            raise ValueError("forgotten_carries applies to the answers of sums: set with_response: true and operations: ['+']")
+        return self
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> ArithmeticDatasetConfig:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits ({self.min_digits}) is above max_digits ({self.max_digits}): no operand is allowed")
+        return self
+
+
+class ReasoningGymEnvironmentConfig(EnvironmentConfig):
+    """`env.reasoning_gym`: the scorer of each row's Reasoning Gym task."""
+
+    answer_tag: str | None = "answer"
+    """XML tag around the final answer, whose last occurrence is scored; null scores the whole completion."""
+    timeout_s: float = Field(default=5.0, gt=0.0)
+    """CPU time limit of scoring one answer, in seconds. When it expires, the answer gets 0.0."""
+    reward: Literal["score", "correct"] = "correct"
+    """`correct` is 1.0 for the full score, else 0.0. `score` is the number that the task's scorer gives: many scorers give more
+    than 0.3 to wrong answers, which training can exploit."""
+
+
+class ReasoningGymDatasetConfig(GeneratedDatasetConfig):
+    """Generated problems of a Reasoning Gym task."""
+
+    dataset_name: str = "reasoning_gym"
+    """Name of a registered dataset, or the dotted path of its class."""
+    task: str = "leg_counting"
+    """Name of the Reasoning Gym task, such as `countdown` or `spell_backward`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task, such as its difficulty: `{min_animals: 2, max_animals: 4}`."""
+    seed: int = 0
+    """Random seed. Record i depends only on the task, its settings, the seed and i; use another seed for validation data."""
+    system_prompt: str | None = "Think step by step. Give only the final answer between <answer> and </answer>."
+    """System message; null for none."""
+
+
+class GuessNumberEnvironmentConfig(EnvironmentConfig):
+    """`env.guess`: the model guesses numbers until it finds the secret one."""
+
+    max_guesses: int = Field(default=7, ge=1)
+    """Maximum number of guesses before the game is lost. Each takes one turn; a lower `max_rollout_turns` ends the game
+    earlier."""
+    higher: str = Field(default="higher", min_length=1)
+    """Reply of the environment if the secret number is higher. A tiny tokenizer may need `+`."""
+    lower: str = Field(default="lower", min_length=1)
+    """Reply of the environment if the secret number is lower."""
+    unreadable: str = Field(default="Say one whole number.", min_length=1)
+    """Reply of the environment if the message is not a whole number, which counts as a guess."""
+
+    @property
+    def turns_needed(self) -> int:
+        return self.max_guesses
+
+
+class GuessNumberDatasetConfig(GeneratedDatasetConfig):
+    """Secret numbers to guess."""
+
+    dataset_name: str = "guess"
+    """Name of a registered dataset, or the dotted path of its class."""
+    num_samples: int = Field(default=1024, ge=1)
+    """Number of records."""
+    lowest: int = 1
+    """Smallest secret number."""
+    highest: int = 100
+    """Largest secret number."""
+    seed: int = 0
+    """Random seed. Record i depends only on the seed and i."""
+    question: str = "I think of a whole number from {lowest} to {highest}. Say one number a turn, and nothing else."
+    """First message to the model; `{lowest}` and `{highest}` are replaced by their values."""
+
+    @model_validator(mode="after")
+    def _range_in_order(self) -> GuessNumberDatasetConfig:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest ({self.lowest}) is above highest ({self.highest}): the range is empty")
+        return self
+
+
+class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
+    """`env.sliding_puzzle`: the model moves one tile per turn until the board is in order."""
+
+    max_moves: int = Field(default=12, ge=1)
+    """Maximum number of moves, legal or not, before the game is lost. Each takes one turn."""
+    illegal_move_penalty: float = Field(default=0.0, ge=0.0)
+    """Penalty subtracted from the reward for every message that is not a legal move."""
+
+    @property
+    def turns_needed(self) -> int:
+        return self.max_moves
+
+
+class SlidingPuzzleDatasetConfig(GeneratedDatasetConfig):
+    """Shuffled boards, each made from the solved one by legal moves, so that every board can be solved."""
+
+    dataset_name: str = "sliding_puzzle"
+    """Name of a registered dataset, or the dotted path of its class."""
+    num_samples: int = Field(default=1024, ge=1)
+    """Number of records."""
+    size: int = Field(default=3, ge=2, le=6)
+    """Number of rows and columns of a board."""
+    min_shuffles: int = Field(default=1, ge=1)
+    """Minimum number of random moves that shuffle a solved board. A board shuffled by n moves can be solved in at most n."""
+    max_shuffles: int = Field(default=4, ge=1)
+    """Maximum number of random moves. The number is drawn uniformly from the range."""
+    split: Literal["train", "validation"] | None = None
+    """Which boards to draw. One board in eight is reserved for validation, by a hash of the board. Null: all boards."""
+    seed: int = 0
+    """Random seed. Record i depends only on the seed, the size, the split, the range of shuffles and i."""
+
+    @model_validator(mode="after")
+    def _shuffles_in_order(self) -> SlidingPuzzleDatasetConfig:
+        if self.min_shuffles > self.max_shuffles:
+            raise ValueError(
+                f"min_shuffles ({self.min_shuffles}) is above max_shuffles ({self.max_shuffles}): the range is empty"
             )
         return self

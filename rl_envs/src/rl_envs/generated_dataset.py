@@ -7,8 +7,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from rl_core.config.validator import read_section
 from rl_core.interfaces.records import Dataset, Record
-from rl_envs.config import GeneratedDatasetConfig, read_section
+from rl_envs.config import GeneratedDatasetConfig
 
 HELD_OUT = 8
 """One in this many problems is reserved for validation."""

@@ -1,7 +1,4 @@
-"""The environment `guess`: a multi-turn game whose state is in the metadata of each row.
-
-Secret numbers to guess. Record i is a pure function of the seed and i.
-"""
+"""The environment `guess`, a multi-turn game whose state is in the metadata of each row, and the dataset of its secrets."""
 
 from __future__ import annotations
 
@@ -89,11 +86,8 @@ def _secret(info: Any) -> int:
     return int(info["secret"])
 
 
-TASK = "guess"
-
-
 class GuessNumberDataset(GeneratedDataset):
-    """Opening messages, each with a secret number in its `extra_env_info`.
+    """Opening messages, each with a secret number in its `extra_env_info`. Record i is a pure function of the seed and i.
 
     Args:
         config: `GuessNumberDatasetConfig`, a dict of its keys, or None for its defaults.
@@ -109,5 +103,5 @@ class GuessNumberDataset(GeneratedDataset):
         return {
             "messages": [{"role": "user", "content": question}],
             "extra_env_info": {"secret": draw.randint(config.lowest, config.highest), "guesses": 0},
-            "task_name": config.task_name or TASK,
+            "task_name": config.task_name or "guess",
         }

@@ -1,11 +1,7 @@
 """The environment `instruction_following`: checks an answer against the instructions of its row.
 
-The constraints: each with a check of an answer and a sentence that asks for it.
-
-The identifiers and parameters are those of IFEval (https://arxiv.org/abs/2311.07911), so rows in its form can be used. Checks
-are strict: the whole answer counts, as it is.
-
-Counts and units of text: words, sentences, paragraphs and list items.
+Identifiers and parameters of the constraints are those of IFEval (https://arxiv.org/abs/2311.07911), so rows in its form can be
+used. Checks are strict: the whole answer counts, as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +19,8 @@ from rl_envs.config import InstructionFollowingConfig
 
 FOLLOWED_KEY = "followed"
 """Metadata key of the list that says which instructions were followed."""
+UNSUPPORTED = frozenset({"language:response_language"})
+"""Identifiers of IFEval that are not checked here, because no reliable check is available."""
 
 
 class InstructionFollowingEnvironment(ScorerEnvironment):
@@ -96,35 +94,6 @@ def _decoded(value: Any) -> Any:
         raise DataError(f"`kwargs` has the text {format_value(value)}, which is invalid JSON: {error}.") from error
 
 
-Check = Callable[..., bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
-    """A checkable constraint.
-
-    Attributes:
-        check: `check(answer, **parameters)`, whether the answer follows it.
-        describe: `describe(**parameters)`, the instruction in a sentence.
-        parameters: name and type of each parameter.
-    """
-
-    check: Check
-    describe: Callable[..., str]
-    parameters: Mapping[str, type] = field(default_factory=dict)
-
-
-UNSUPPORTED = frozenset({"language:response_language"})
-"""Identifiers of IFEval that are not checked here, because no reliable check is available."""
-
-_CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_IN_BRACKETS = re.compile(r"(?<!\w)\[(?! *[xX] *\])([^\[\]\n]*+)\](?!\()")
-"""Not an index such as `a[i]`, a link or a ticked box."""
-_LETTER = re.compile(r"[^\W\d_]")
-_COMMAS = ",，、،﹐︐﹑"
-_FENCE = re.compile(r"^```(?:json)?[^\S\n]*\n(.*?)\n?```$", re.DOTALL | re.IGNORECASE)
-
-
 def parameters_of(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """The parameters of a constraint, without null values.
 
@@ -140,16 +109,7 @@ def parameters_of(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: _converted(name, key, value, wanted[key]) for key, value in parameters.items()}
 
 
-def follows(answer: str, name: str, parameters: Mapping[str, Any]) -> bool:
-    """Whether an answer follows a constraint; an answer without a letter or digit follows none.
-
-    Args:
-        answer: the model's text. Characters that are not shown are ignored.
-        name: identifier of the constraint.
-        parameters: from `parameters_of`.
-    """
-    shown = visible(answer)
-    return bool(words_of(shown)) and CONSTRAINTS[name].check(shown, **parameters)
+_KINDS = {int: "a whole number", str: "a text", list: "a list of texts"}
 
 
 def _converted(name: str, key: str, value: Any, kind: type) -> Any:
@@ -163,7 +123,39 @@ def _converted(name: str, key: str, value: Any, kind: type) -> Any:
     return value
 
 
-_KINDS = {int: "a whole number", str: "a text", list: "a list of texts"}
+def follows(answer: str, name: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether an answer follows a constraint; an answer without a letter or digit follows none.
+
+    Args:
+        answer: the model's text. Characters that are not shown are ignored.
+        name: identifier of the constraint.
+        parameters: from `parameters_of`.
+    """
+    shown = visible(answer)
+    return bool(words_of(shown)) and CONSTRAINTS[name].check(shown, **parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A checkable constraint.
+
+    Attributes:
+        check: `check(answer, **parameters)`, whether the answer follows it.
+        describe: `describe(**parameters)`, the instruction in a sentence.
+        parameters: name and type of each parameter.
+    """
+
+    check: Callable[..., bool]
+    describe: Callable[..., str]
+    parameters: Mapping[str, type] = field(default_factory=dict)
+
+
+_CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_IN_BRACKETS = re.compile(r"(?<!\w)\[(?! *[xX] *\])([^\[\]\n]*+)\](?!\()")
+"""Not an index such as `a[i]`, a link or a ticked box."""
+_LETTER = re.compile(r"[^\W\d_]")
+_COMMAS = ",，、،﹐︐﹑"
+_FENCE = re.compile(r"^```(?:json)?[^\S\n]*\n(.*?)\n?```$", re.DOTALL | re.IGNORECASE)
 
 
 def _first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -368,8 +360,6 @@ CONSTRAINTS: dict[str, Constraint] = {
     ),
 }
 """All constraints by identifier."""
-
-
 _WORD = re.compile(r"\w+(?:['’.,-]\w+)*")
 _SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s|$)")
 _BEFORE_NAMES = frozenset(("mr", "mrs", "ms", "dr", "prof", "e.g", "i.e", "vs", "cf"))

@@ -1,7 +1,4 @@
-"""The environment `judge`: asks a language model for a score of each answer.
-
-The message to the judge, in which an answer cannot pose as anything but an answer.
-"""
+"""The environment `judge`: asks a language model for a score of each answer."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from rl_envs.config import PLACEHOLDER, JudgeEnvironmentConfig
 
 JUDGE_KEY = "judge"
 """Metadata key of the judge's reply, score and usage."""
-
 _CUT = ("length", "content_filter")
 
 
@@ -230,7 +226,7 @@ _ROLE_MARKER = re.compile(
 def judge_prompt(
     template: str | None, *, question: str, answer: str, reference: str | None, lowest: float, highest: float
 ) -> str:
-    """The message to the judge.
+    """The message to the judge, in which an answer cannot pose as anything but an answer.
 
     The answer is between tags with its hash, which it cannot contain. A space breaks up special tokens of chat templates in it,
     such as `<|im_end|>`.

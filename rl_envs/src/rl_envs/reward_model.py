@@ -1,6 +1,4 @@
-"""The environment `reward_model`: the reward of a conversation is its score by a trained reward model.
-
-Scores tokenized conversations with a reward model of Transformers.
+"""The environment `reward_model`: the reward of a conversation is its score by a trained reward model of Transformers.
 
 The model is a decoder with a classification head for one label, such as `LlamaForSequenceClassification`. The score is the
 output of the head at the last token. Transformers' own forward pass uses the last token that is not the padding token, which
@@ -18,7 +16,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.hub import pretrained_location, require_model
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import conversation_tokens, load_tokenizer
 from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.interfaces.environment import Conversation
@@ -27,6 +25,8 @@ from rl_envs.config import RewardModelEnvironmentConfig
 
 SCORE_KEY = "reward_model"
 """Metadata key of the score."""
+_HEAD: Final = "score"
+_CLASSIFIER: Final = "ForSequenceClassification"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -105,8 +105,42 @@ def _device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-_HEAD: Final = "score"
-_CLASSIFIER: Final = "ForSequenceClassification"
+def reward_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """The tokens of the whole conversation, as in preference training: with the chat template, or concatenated without one.
+
+    The conversation is rendered in one call, so that any model output can be scored: tokens that merge across messages, or
+    that a template rewrites, do not matter because nothing is trained on them. Texts of special tokens in the model's messages
+    are removed: with `<|im_end|>` and `<|im_start|>`, an answer could add turns of a satisfied user.
+
+    Raises:
+        ConfigError: The chat template cannot render the conversation.
+    """
+    special = _special_texts(tokenizer)
+    plain = [
+        {
+            "role": message["role"],
+            "content": _without(special, message["content"]) if message["role"] == "assistant" else message["content"],
+        }
+        for message in messages
+    ]
+    try:
+        return conversation_tokens(plain, tokenizer)
+    except DataError as error:
+        raise ConfigError(f"The reward model cannot score the conversation: {error}.") from error
+
+
+def _special_texts(tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches the texts of the tokenizer's special tokens; None if it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = sorted({str(token) for token in added if token.special and str(token)}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+
+def _without(special: re.Pattern[str] | None, text: str) -> str:
+    """The text without special tokens, also without those that only the removal of others brings together."""
+    while special is not None and special.search(text):
+        text = special.sub("", text)
+    return text
 
 
 class RewardModelScorer:
@@ -238,43 +272,3 @@ def _transformers() -> Any:
             "'rl-envs[reward-model]'`."
         ) from error
     return transformers
-
-
-def reward_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The tokens of the whole conversation, as in preference training: with the chat template, or concatenated without one.
-
-    The conversation is rendered in one call, so that any model output can be scored: tokens that merge across messages, or
-    that a template rewrites, do not matter because nothing is trained on them. Texts of special tokens in the model's messages
-    are removed: with `<|im_end|>` and `<|im_start|>`, an answer could add turns of a satisfied user.
-
-    Raises:
-        ConfigError: The chat template cannot render the conversation.
-    """
-    from rl_core.data.tokenizer import conversation_tokens
-
-    special = _special_texts(tokenizer)
-    plain = [
-        {
-            "role": message["role"],
-            "content": _without(special, message["content"]) if message["role"] == "assistant" else message["content"],
-        }
-        for message in messages
-    ]
-    try:
-        return conversation_tokens(plain, tokenizer)
-    except DataError as error:
-        raise ConfigError(f"The reward model cannot score the conversation: {error}.") from error
-
-
-def _special_texts(tokenizer: Any) -> re.Pattern[str] | None:
-    """Matches the texts of the tokenizer's special tokens; None if it has none."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = sorted({str(token) for token in added if token.special and str(token)}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
-
-
-def _without(special: re.Pattern[str] | None, text: str) -> str:
-    """The text without special tokens, also without those that only the removal of others brings together."""
-    while special is not None and special.search(text):
-        text = special.sub("", text)
-    return text

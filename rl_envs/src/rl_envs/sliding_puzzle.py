@@ -1,8 +1,6 @@
-"""The environment `sliding_puzzle`: a multi-turn game whose board is in the metadata of each row.
+"""The environment `sliding_puzzle`, a multi-turn game whose board is in the metadata of each row, and its dataset.
 
-Boards of the sliding puzzle: rows of tiles, with 0 for the gap. Pure functions.
-
-Boards to solve. Record i is a pure function of the settings and i.
+A board is a list of rows of tiles, with 0 for the gap.
 """
 
 from __future__ import annotations
@@ -22,6 +20,15 @@ from rl_envs.config import SlidingPuzzleDatasetConfig, SlidingPuzzleEnvironmentC
 from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
 
 _MOVE = re.compile(r"<move>\s*(\w+)\s*</move>", re.IGNORECASE)
+Board = list[list[int]]
+GAP = 0
+DIRECTIONS = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
+"""Where the tile is, seen from the gap, that moves in this direction into it: (rows, columns)."""
+QUESTION = (
+    "Put the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
+    "the gap to move it into the gap, or the direction in which a tile moves into it (up, down, left or right), as "
+    "<move>{example}</move>.\n\n{board}"
+)
 
 
 class SlidingPuzzleEnvironment(EnvironmentInterface):
@@ -113,10 +120,37 @@ def _board(row: int, info: Any) -> Board:
     return rows
 
 
-Board = list[list[int]]
-GAP = 0
-DIRECTIONS = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Where the tile is, seen from the gap, that moves in this direction into it: (rows, columns)."""
+class SlidingPuzzleDataset(GeneratedDataset):
+    """Opening messages, each with its `board` in `extra_env_info`. Record i is a pure function of the settings and i.
+
+    Args:
+        config: `SlidingPuzzleDatasetConfig`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed.
+    """
+
+    config_class = SlidingPuzzleDatasetConfig
+    config: SlidingPuzzleDatasetConfig
+
+    def generate(self, index: int) -> Record:
+        config = self.config
+        draw = random.Random(f"{config.seed}/{index}")
+        board = self._board(draw)
+        question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=format_board(board))
+        return {
+            "messages": [{"role": "user", "content": question}],
+            "extra_env_info": {"board": board, "moves": 0, "illegal_moves": 0},
+            "task_name": config.task_name or "sliding_puzzle",
+        }
+
+    def _board(self, draw: random.Random) -> Board:
+        config = self.config
+        for _ in range(MAX_DRAWS):
+            board = shuffled(config.size, draw.randint(config.min_shuffles, config.max_shuffles), draw)
+            if config.split is None or is_held_out(board) == (config.split == "validation"):
+                return board
+        raise ConfigError(f"The {config.split} split has no board with {config.max_shuffles} shuffles. Increase max_shuffles.")
 
 
 def solved(size: int) -> Board:
@@ -181,47 +215,6 @@ def format_board(board: Sequence[Sequence[int]]) -> str:
 
 def _gap(board: Sequence[Sequence[int]]) -> tuple[int, int]:
     return next((r, c) for r, row in enumerate(board) for c, tile in enumerate(row) if tile == GAP)
-
-
-TASK = "sliding_puzzle"
-QUESTION = (
-    "Put the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
-    "the gap to move it into the gap, or the direction in which a tile moves into it (up, down, left or right), as "
-    "<move>{example}</move>.\n\n{board}"
-)
-
-
-class SlidingPuzzleDataset(GeneratedDataset):
-    """Opening messages, each with its `board` in `extra_env_info`.
-
-    Args:
-        config: `SlidingPuzzleDatasetConfig`, a dict of its keys, or None for its defaults.
-
-    Raises:
-        ConfigError: a setting is unknown or not allowed.
-    """
-
-    config_class = SlidingPuzzleDatasetConfig
-    config: SlidingPuzzleDatasetConfig
-
-    def generate(self, index: int) -> Record:
-        config = self.config
-        draw = random.Random(f"{config.seed}/{index}")
-        board = self._board(draw)
-        question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=format_board(board))
-        return {
-            "messages": [{"role": "user", "content": question}],
-            "extra_env_info": {"board": board, "moves": 0, "illegal_moves": 0},
-            "task_name": config.task_name or TASK,
-        }
-
-    def _board(self, draw: random.Random) -> Board:
-        config = self.config
-        for _ in range(MAX_DRAWS):
-            board = shuffled(config.size, draw.randint(config.min_shuffles, config.max_shuffles), draw)
-            if config.split is None or is_held_out(board) == (config.split == "validation"):
-                return board
-        raise ConfigError(f"The {config.split} split has no board with {config.max_shuffles} shuffles. Increase max_shuffles.")
 
 
 def is_held_out(board: Board) -> bool:

@@ -3,9 +3,9 @@
 import pytest
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_core.config.validator import section_from_keywords, section_of_values
+from rl_core.config.validator import read_section, section_from_keywords, section_of_values
 from rl_core.errors import ConfigError
-from rl_envs.config import MathEnvironmentConfig, read_section
+from rl_envs.config import MathEnvironmentConfig
 from rl_train.config.loader import load_config
 
 

@@ -1,11 +1,8 @@
 """The environment `code`: the completion's program must pass the tests of its row.
 
-Scores one program: runs it in a new session of the sandbox, and its tests outside of that session.
-
-Runs a program and its tests in two sessions of the sandbox that are linked by two pipes.
-
-The program has a new session. The tests' session is used again for other rows, in a new process each: it runs only the code of
-the data. It ends with the first tests that do not end by themselves.
+A program and its tests run in two sessions of the sandbox, linked by two pipes. The program has a new session. The session of
+the tests is used again for other rows, in a new process each: it runs only the code of the data. It ends with the first tests
+that do not end by themselves.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from enum import StrEnum
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rl_core.environments import Score, ScorerEnvironment
-from rl_core.environments.scorer import final_text
+from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import DataError, UserError, format_value
 from rl_core.interfaces.environment import Conversation
 from rl_envs.code.harness import modules_source, program_source, tests_source
@@ -33,6 +29,34 @@ from rl_envs.sandboxes import open_sandbox
 from rl_sandbox.interface import Outcome, SandboxError, SandboxInterface, SessionInterface
 
 _log = logging.getLogger("rlcore.code")
+TEST_KEYS = ("tests", "stdin_stdout")
+_PYTHON = ("python", "python3", "py")
+_FENCE = re.compile(r"^(?P<indent> {0,3})(?P<marks>`{3,}|~{3,})[ \t]*(?P<language>[\w+.-]*)[^\n`]*$", re.MULTILINE)
+_SHORTEST_S = 0.01
+_GRACE_S = 3.0
+"""Seconds that tests have for their end after the limit at which their program is killed."""
+
+
+class CodeOutcome(StrEnum):
+    """How a program did."""
+
+    PASSED = "passed"
+    """All tests passed."""
+    FAILED = "failed"
+    """It ran to its end, but a test failed."""
+    ERROR = "error"
+    """A test failed, and the program raised or exited with an error."""
+    TIMEOUT = "timeout"
+    """A test failed, and the program reached its time limit."""
+    KILLED = "killed"
+    """A test failed, and the program was killed or ended its session."""
+    NO_CODE = "no_code"
+    """The completion has no code block."""
+
+
+_FINAL = (Outcome.TIMEOUT, Outcome.LOST)
+"""After these, other tests would take as long again, or have no session."""
+_OF_RUN = {Outcome.OK: CodeOutcome.FAILED, Outcome.ERROR: CodeOutcome.ERROR, Outcome.TIMEOUT: CodeOutcome.TIMEOUT}
 
 
 class CodeEnvironment(ScorerEnvironment):
@@ -57,8 +81,6 @@ class CodeEnvironment(ScorerEnvironment):
         super().__init__(config)
         self._sandbox = open_sandbox(self.config.sandbox)
         self._runner = SuiteRunner(self._sandbox, self.config.max_concurrency)
-        # A slow program must reach its own limit, which is a result, before the timeout of the step, which is a failure.
-        self._limits = TimeLimits(call=self.config.sandbox.timeout_s, row=self.config.step_timeout_s / 2)
         self._threads = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="code")
 
     def score_batch(self, message_log_batch: list[Conversation], metadata: list[Any]) -> list[Score]:
@@ -78,30 +100,45 @@ class CodeEnvironment(ScorerEnvironment):
 
     def _score(self, code: str | None, tests: CodeTests) -> Score:
         try:
-            result = score(self._runner, code, tests, self._limits)
+            outcome, passed = self._run(code, tests)
         except SandboxError as error:
             _log.warning("code: a row has failed, because its sandbox does not work: %s", error)
             failure = f"the sandbox does not work: {error}"
             return Score({self.config.reward: 0.0}, answer=code, reply="not scored", failure=failure)
-        rewards = {"all_passed": float(result.outcome is CodeOutcome.PASSED), "passed_share": result.passed / result.total}
-        outcomes = {f"{outcome.value}_frac": result.outcome is outcome for outcome in CodeOutcome}
+        rewards = {"all_passed": float(outcome is CodeOutcome.PASSED), "passed_share": passed / tests.total}
+        outcomes = {f"{one.value}_frac": outcome is one for one in CodeOutcome}
         accuracy = outcomes.pop(f"{CodeOutcome.PASSED.value}_frac")
         return Score(
             {self.config.reward: rewards[self.config.reward]},
             {"accuracy": accuracy, "passed_share": rewards["passed_share"], **outcomes},
             answer=code,
-            metadata={"code_outcome": result.outcome.value, "tests_passed": result.passed, "tests_total": result.total},
-            reply=f"{result.passed} of {result.total} tests passed",
+            metadata={"code_outcome": outcome.value, "tests_passed": passed, "tests_total": tests.total},
+            reply=f"{passed} of {tests.total} tests passed",
         )
+
+    def _run(self, code: str | None, tests: CodeTests) -> tuple[CodeOutcome, int]:
+        """How a program does in new sessions, and the number of passed tests. After a timeout, the tests that are left fail.
+
+        Raises:
+            SandboxError: A session could not be started, or was ended from outside.
+        """
+        if code is None:
+            return CodeOutcome.NO_CODE, 0
+        passed, worst = 0, Outcome.OK
+        # A slow program must reach its own limit, which is a result, before the timeout of the step, which is a failure.
+        call_s, row_s = self.config.sandbox.timeout_s, self.config.step_timeout_s / 2
+        if tests.suite is not None:
+            passed, worst = self._runner.run(code, tests.suite, min(call_s, row_s))
+        if tests.pairs and worst not in _FINAL:
+            with self._sandbox.open_session() as session:
+                right, outcome = _pairs_passed(session, code, tests, call_s=call_s, row_s=row_s)
+            passed, worst = passed + right, worst if outcome is Outcome.OK else outcome
+        return CodeOutcome.PASSED if passed == tests.total else _OF_RUN.get(worst, CodeOutcome.KILLED), passed
 
     def shutdown(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._runner.close()
         self._sandbox.close()
-
-
-_FENCE = re.compile(r"^(?P<indent> {0,3})(?P<marks>`{3,}|~{3,})[ \t]*(?P<language>[\w+.-]*)[^\n`]*$", re.MULTILINE)
-_PYTHON = ("python", "python3", "py")
 
 
 def last_code_block(completion: str) -> str | None:
@@ -131,30 +168,6 @@ def _without_indent(content: str, width: int) -> str:
     return re.sub(rf"^ {{1,{width}}}", "", content, flags=re.MULTILINE) if width else content
 
 
-TEST_KEYS = ("tests", "stdin_stdout")
-
-
-class CodeOutcome(StrEnum):
-    """How a program did."""
-
-    PASSED = "passed"
-    """All tests passed."""
-    FAILED = "failed"
-    """It ran to its end, but a test failed."""
-    ERROR = "error"
-    """A test failed, and the program raised or exited with an error."""
-    TIMEOUT = "timeout"
-    """A test failed, and the program reached its time limit."""
-    KILLED = "killed"
-    """A test failed, and the program was killed or ended its session."""
-    NO_CODE = "no_code"
-    """The completion has no code block."""
-
-
-_SHORTEST_S = 0.01
-_OF_RUN = {Outcome.OK: CodeOutcome.FAILED, Outcome.ERROR: CodeOutcome.ERROR, Outcome.TIMEOUT: CodeOutcome.TIMEOUT}
-
-
 @dataclass(frozen=True, kw_only=True)
 class CodeTests:
     """The tests of a row.
@@ -173,21 +186,6 @@ class CodeTests:
     def total(self) -> int:
         """Number of tests: assertions and pairs."""
         return len(self.pairs) + (self.suite.total if self.suite else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeScore:
-    """Result of a program.
-
-    Attributes:
-        outcome: How it did.
-        passed: Number of passed tests.
-        total: Number of tests.
-    """
-
-    outcome: CodeOutcome
-    passed: int
-    total: int
 
 
 def read_tests(row: int, info: Any, *, output_kb: int) -> CodeTests:
@@ -258,44 +256,14 @@ def _pair(row: int, pair: Any) -> tuple[str, str]:
     raise DataError(f"Row {row}: an entry of `stdin_stdout` must be {{input: text, output: text}}, not {format_value(pair)}.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeLimits:
-    """Limits of a program's running time, in seconds.
-
-    Attributes:
-        call: Of all assertions together, and of each pair.
-        row: Of all tests of a row together.
-    """
-
-    call: float
-    row: float
-
-
-def score(runner: SuiteRunner, code: str | None, tests: CodeTests, limits: TimeLimits) -> CodeScore:
-    """Run all tests of a program in new sessions. After a timeout, the tests that are left fail without being run.
-
-    Raises:
-        SandboxError: A session could not be started, or was ended from outside.
-    """
-    if code is None:
-        return CodeScore(outcome=CodeOutcome.NO_CODE, passed=0, total=tests.total)
-    passed, worst = 0, Outcome.OK
-    if tests.suite is not None:
-        passed, worst = runner.run(code, tests.suite, min(limits.call, limits.row))
-    if tests.pairs and worst not in (Outcome.TIMEOUT, Outcome.LOST):
-        with runner.sandbox.open_session() as session:
-            right, outcome = _pairs_passed(session, code, tests, limits)
-        passed, worst = passed + right, worst if outcome is Outcome.OK else outcome
-    outcome_of_all = CodeOutcome.PASSED if passed == tests.total else _OF_RUN.get(worst, CodeOutcome.KILLED)
-    return CodeScore(outcome=outcome_of_all, passed=passed, total=tests.total)
-
-
-def _pairs_passed(session: SessionInterface, code: str, tests: CodeTests, limits: TimeLimits) -> tuple[int, Outcome]:
-    passed, worst, left = 0, Outcome.OK, limits.row
+def _pairs_passed(
+    session: SessionInterface, code: str, tests: CodeTests, *, call_s: float, row_s: float
+) -> tuple[int, Outcome]:
+    passed, worst, left = 0, Outcome.OK, row_s
     for stdin, expected in tests.pairs:
-        if worst in (Outcome.TIMEOUT, Outcome.LOST):
-            break  # the rest would take as long again
-        result = session.run_program(code, stdin=stdin, timeout_s=min(limits.call, left))
+        if worst in _FINAL:
+            break
+        result = session.run_program(code, stdin=stdin, timeout_s=min(call_s, left))
         left = max(left - result.seconds, _SHORTEST_S)
         worst = result.outcome if result.outcome is not Outcome.OK else worst
         is_whole = not result.truncated or len(result.stdout.encode("utf-8", "replace")) < tests.output_limit
@@ -310,10 +278,6 @@ def same_output(found: str, expected: str) -> bool:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-_GRACE_S = 3.0
-"""Seconds that tests have for their end after the limit at which their program is killed."""
 
 
 @dataclass

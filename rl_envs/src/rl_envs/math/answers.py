@@ -1,20 +1,20 @@
 r"""Reads the final answer in a completion and grades it.
 
 The time limits of math-verify use SIGALRM, which fails outside the main thread and cancels other alarms, so they are
-disabled. A comparison may therefore run forever: run it in a process that `rl_envs.math.environment` can kill.
-
-Finds the last `\boxed{...}` in a completion. Lightweight imports only.
+disabled. A comparison may therefore run forever, and `rl_envs.math.environment` runs this module in a process that it can kill:
+`python -m rl_envs.math.answers`. Does not import torch.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
+from rl_envs.grading_worker import serve
 from rl_envs.math.asked import ANY_FORM, AskedForm
 from rl_envs.math.comparison import Comparison, compare
-from rl_envs.math.notation import without_delimiters
+from rl_envs.math.notation import closed_boxes, last_box, without_delimiters
 from rl_envs.math.words import is_words
 
 _LIST_MARKER = re.compile(
@@ -61,6 +61,51 @@ class AnswerGrade:
         return self.comparison is Comparison.EQUAL
 
 
+def grade_answer(
+    expected: str,
+    completion: str,
+    *,
+    require_box: bool,
+    allow_unevaluated: bool = False,
+    form: AskedForm = ANY_FORM,
+) -> AnswerGrade:
+    """Grade the completion's final answer.
+
+    Args:
+        expected: The expected answer: a number, LaTeX with or without dollars or a box, or words.
+        completion: The model's text. If it has a box, the last box is the answer.
+        require_box: Whether a completion without a box has no answer; otherwise see `unboxed_answer`.
+        allow_unevaluated: Whether to accept unevaluated arithmetic, such as `3 + 2` for 5.
+        form: What the question says about the form of the answer.
+    """
+    gold = last_box(expected)
+    gold = without_delimiters(expected if gold is None else gold)
+    answer = boxed = boxed_answer(completion)
+    if boxed is None and not require_box:
+        answer = unboxed_answer(completion, words=is_words(gold))
+    if not answer:
+        return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
+    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, form=form)
+    return AnswerGrade(comparison=comparison, answer=answer, boxed=boxed is not None)
+
+
+def boxed_answer(completion: str) -> str | None:
+    r"""The content of the last box; None without a box, and empty if the box is negated ("not $\boxed{5}$").
+
+    Alternatives belong to the answer, as in `unboxed_answer`: in "\boxed{5} or \boxed{6}" it is `5 \text{ or } 6`.
+    """
+    boxes = closed_boxes(completion)
+    if not boxes:
+        return None
+    first = len(boxes) - 1
+    while first and _OR_IN_DELIMITERS.fullmatch(completion, boxes[first - 1].end, boxes[first].start):
+        first -= 1
+    start = boxes[first].start
+    if _NEGATION.search(completion[max(0, start - _NEGATION_LENGTH) : start].rstrip("$( \\")):
+        return ""
+    return r" \text{ or } ".join(box.content for box in boxes[first:])
+
+
 def unboxed_answer(completion: str, *, words: bool) -> str | None:
     r"""The final answer of a completion without a box, as written; None if there is none.
 
@@ -85,23 +130,6 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
         if candidate is not None:
             return _first_answer(statement)
     return None if words else _last_answer(text)
-
-
-def boxed_answer(completion: str) -> str | None:
-    r"""The content of the last box; None without a box, and empty if the box is negated ("not $\boxed{5}$").
-
-    Alternatives belong to the answer, as in `unboxed_answer`: in "\boxed{5} or \boxed{6}" it is `5 \text{ or } 6`.
-    """
-    boxes = closed_boxes(completion)
-    if not boxes:
-        return None
-    first = len(boxes) - 1
-    while first and _OR_IN_DELIMITERS.fullmatch(completion, boxes[first - 1].end, boxes[first].start):
-        first -= 1
-    start = boxes[first].start
-    if _NEGATION.search(completion[max(0, start - _NEGATION_LENGTH) : start].rstrip("$( \\")):
-        return ""
-    return r" \text{ or } ".join(box.content for box in boxes[first:])
 
 
 def _is_negated(text: str, found: re.Match[str]) -> bool:
@@ -134,65 +162,18 @@ def _last_answer(text: str) -> str | None:
     return without_delimiters(text[first.start() : candidates[-1].end()])
 
 
-def grade_answer(
-    expected: str,
-    completion: str,
-    *,
-    require_box: bool,
-    allow_unevaluated: bool = False,
-    form: AskedForm = ANY_FORM,
-) -> AnswerGrade:
-    """Grade the completion's final answer.
-
-    Args:
-        expected: The expected answer: a number, LaTeX with or without dollars or a box, or words.
-        completion: The model's text. If it has a box, the last box is the answer.
-        require_box: Whether a completion without a box has no answer; otherwise see `unboxed_answer`.
-        allow_unevaluated: Whether to accept unevaluated arithmetic, such as `3 + 2` for 5.
-        form: What the question says about the form of the answer.
-    """
-    gold = last_box(expected)
-    gold = without_delimiters(expected if gold is None else gold)
-    answer = boxed = boxed_answer(completion)
-    if boxed is None and not require_box:
-        answer = unboxed_answer(completion, words=is_words(gold))
-    if not answer:
-        return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
-    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, form=form)
-    return AnswerGrade(comparison=comparison, answer=answer, boxed=boxed is not None)
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    grade = grade_answer(
+        request["expected"],
+        request["completion"],
+        require_box=request["require_box"],
+        allow_unevaluated=request["allow_unevaluated"],
+        form=AskedForm(**request["form"]),
+    )
+    comparison = None if grade.comparison is None else grade.comparison.name
+    return {"comparison": comparison, "answer": grade.answer, "boxed": grade.boxed}
 
 
-_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-
-
-class Box(NamedTuple):
-    r"""A closed `\boxed{...}` or `\fbox{...}` without another one inside."""
-
-    start: int
-    end: int
-    """Index of the character after its closing brace."""
-    content: str
-
-
-def last_box(completion: str) -> str | None:
-    r"""The content of the last closed `\boxed{...}`; the innermost if boxes are nested, None if there is none.
-
-    Runs in linear time for any input.
-    """
-    boxes = closed_boxes(completion)
-    return boxes[-1].content if boxes else None
-
-
-def closed_boxes(completion: str) -> list[Box]:
-    """All innermost closed boxes in their order, in linear time."""
-    boxes: list[Box] = []
-    open_braces: list[tuple[bool, int, int]] = []
-    for token in _TOKEN.finditer(completion):
-        text = token.group()
-        if text == "}" and open_braces:
-            is_box, start, inside = open_braces.pop()
-            if is_box and not (boxes and boxes[-1].start > start):
-                boxes.append(Box(start, token.end(), completion[inside : token.start()].strip()))
-        elif text[-1] == "{" and text != "\\{":
-            open_braces.append((text != "{", token.start(), token.end()))
-    return boxes
+if __name__ == "__main__":
+    # The first comparison loads the parser, which takes longer than any other.
+    serve(_answer, warm_up=lambda: grade_answer("1", "\\boxed{1}", require_box=True))

@@ -1,10 +1,7 @@
-r"""Which form an answer must have, or may have, according to the question. Lightweight imports only.
+"""Which form an answer must have, or may have, according to the question. Lightweight imports only.
 
-What a question says about the kind of value, and about the names in its answer.
-
-Notations that belong to some questions only: residues, numerals with a base, and forms that a question asks for.
-
-Which units an answer may have although the expected one has none, read from the question.
+A question may say what kind of value its answer is, which names, notation and base it has, and which units it may have although
+the expected answer has none.
 """
 
 from __future__ import annotations
@@ -12,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rl_envs.math.formulas import formula_of
 from rl_envs.math.notation import plain
 from rl_envs.math.numbers import CURRENCIES, PERCENT, RATES, REDUCTION, canonical, is_listed, read_numeral, reducible
 
@@ -185,10 +180,6 @@ def is_of_question(fraction: str, form: AskedForm) -> bool:
     return set(re.findall(r"\d+", fraction)) <= set(re.findall(r"\d+", form.question))
 
 
-_CONGRUENT = re.compile(
-    r"(?:(.*?)\\equiv(?![A-Za-z]))?(.*?)(?:\\pmod\s*\{?\s*(\d+)\s*\}?|\(\s*(?:\\text\{\s*mod\s*\}|\\?mod(?![a-z]))\s*(\d+)\s*\))"
-)
-_LETTER = re.compile(r"\s*[A-Za-z]\s*")
 _PREFIXED = re.compile(r"0([xbo])([0-9A-F]+)", re.IGNORECASE)
 _PREFIXES = {"x": 16, "b": 2, "o": 8}
 _ORDER = r"[<>\u2264\u2265]|\\(?:le|ge|lt|gt)(?:q|qslant)?(?![A-Za-z])"
@@ -246,20 +237,6 @@ def is_same_numeral(expected: str, answer: str, form: AskedForm) -> bool:
         answer = f"{prefixed.group(2).upper()}_{_PREFIXES[prefixed.group(1).lower()]}"
     given = read_numeral(answer)
     return given is not None and given == read_numeral(f"{plain(expected)}_{form.base}")
-
-
-def without_modulus(answer: str, form: AskedForm) -> str:
-    r"""The residue 2 of `2 \pmod 7` or `2^{10} \equiv 2 \pmod 7`, if it is true and the question names this modulus."""
-    match = _CONGRUENT.fullmatch(answer)
-    if match is None or form.modulus is None or int(match.group(3) or match.group(4)) != form.modulus:
-        return answer
-    left, residue = match.group(1), match.group(2).strip()
-    if left is None or _LETTER.fullmatch(left):
-        return residue
-    trees = formula_of(left), formula_of(residue)
-    values: list[Any] = [None if tree is None else tree.doit() for tree in trees]
-    is_true = all(getattr(value, "is_Integer", False) for value in values) and (values[0] - values[1]) % form.modulus == 0
-    return residue if is_true else answer
 
 
 _LENGTHS = frozenset({"unit", "mm", "cm", "m", "km", "inch", "ft", "yd", "mi"})

@@ -1,8 +1,6 @@
-r"""Compares two answers: numbers exactly, lists element by element, formulas by their values at several points.
+"""Compares two answers: numbers exactly, lists element by element, formulas by their values at several points.
 
 The rule is documented for users in `docs/math.md`.
-
-The result of a comparison of two answers.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 import sympy
 
 from rl_envs.math import asked, formulas
-from rl_envs.math.asked import ANY_FORM, AskedForm, is_same_numeral, lacks_form, without_modulus
+from rl_envs.math.asked import ANY_FORM, AskedForm, is_same_numeral, lacks_form
 from rl_envs.math.formulas import (
     MULTIPLE,
     are_proportional,
@@ -82,6 +80,26 @@ _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
 """An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
 _ONE_MATRIX = re.compile(r"[(\[]?\s*\\begin\{\w+\}(?:(?!\\begin).)*\\end\{\w+\}\s*[)\]]?")
+_CONGRUENT = re.compile(
+    r"(?:(.*?)\\equiv(?![A-Za-z]))?(.*?)(?:\\pmod\s*\{?\s*(\d+)\s*\}?|\(\s*(?:\\text\{\s*mod\s*\}|\\?mod(?![a-z]))\s*(\d+)\s*\))"
+)
+_LETTER = re.compile(r"\s*[A-Za-z]\s*")
+
+
+class Comparison(IntEnum):
+    """How an answer compares with the expected one. A list has the result of its worst element, the largest value."""
+
+    EQUAL = 0
+    UNEVALUATED = 1
+    """It has unevaluated arithmetic that the expected answer does not have: `3 + 2` for 5."""
+    UNREADABLE = 2
+    """It is neither a formula that can be parsed nor the expected text."""
+    DIFFERENT = 3
+
+
+def equal_if(condition: bool) -> Comparison:
+    """Equal or different."""
+    return Comparison.EQUAL if condition else Comparison.DIFFERENT
 
 
 def compare(
@@ -115,11 +133,25 @@ def compare(
     if len(answer) > LONGEST_ANSWER:
         return Comparison.UNREADABLE
     comparer = _Comparer(allow_unevaluated=allow_unevaluated, form=form)
-    expected, answer = normalize(expected), without_modulus(normalize(answer), form)
+    expected, answer = normalize(expected), _without_modulus(normalize(answer), form)
     sides = split_top(answer, EQUALS)
     if form.target and len(sides) == 2 and "=" not in expected and compact(sides[0]) == compact(normalize(form.target)):
         answer = sides[1]
     return comparer.of(expected, answer)
+
+
+def _without_modulus(answer: str, form: AskedForm) -> str:
+    r"""The residue 2 of `2 \pmod 7` or `2^{10} \equiv 2 \pmod 7`, if it is true and the question names this modulus."""
+    match = _CONGRUENT.fullmatch(answer)
+    if match is None or form.modulus is None or int(match.group(3) or match.group(4)) != form.modulus:
+        return answer
+    left, residue = match.group(1), match.group(2).strip()
+    if left is None or _LETTER.fullmatch(left):
+        return residue
+    trees = formula_of(left), formula_of(residue)
+    values: list[Any] = [None if tree is None else tree.doit() for tree in trees]
+    is_true = all(getattr(value, "is_Integer", False) for value in values) and (values[0] - values[1]) % form.modulus == 0
+    return residue if is_true else answer
 
 
 class _Comparer:
@@ -412,19 +444,3 @@ class _Comparer:
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:
         return Comparison.UNEVALUATED if undone - self._allowed and not self._allow_unevaluated else found
-
-
-class Comparison(IntEnum):
-    """How an answer compares with the expected one. A list has the result of its worst element, the largest value."""
-
-    EQUAL = 0
-    UNEVALUATED = 1
-    """It has unevaluated arithmetic that the expected answer does not have: `3 + 2` for 5."""
-    UNREADABLE = 2
-    """It is neither a formula that can be parsed nor the expected text."""
-    DIFFERENT = 3
-
-
-def equal_if(condition: bool) -> Comparison:
-    """Equal or different."""
-    return Comparison.EQUAL if condition else Comparison.DIFFERENT

@@ -1,7 +1,4 @@
-"""The environment `math`: reward 1.0 if the final answer equals the expected one, else 0.0.
-
-Grades answers in a few processes that can be killed.
-"""
+"""The environment `math`: reward 1.0 if the final answer equals the expected one, which a few killable processes decide."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ LONGEST_COMPLETION = 100_000
 """Number of characters at the end that are read for the final answer."""
 _ENOUGH_ROWS = 16
 """Number of completions without a box, in the first steps, after which missing boxes are reported."""
-
 _log = logging.getLogger("rlcore.math")
 
 
@@ -145,9 +141,6 @@ def _expected_answer(row: int, info: Any) -> str:
     )
 
 
-_MODULE = "rl_envs.math.worker"
-
-
 class Outcome(StrEnum):
     """The outcome of one comparison."""
 
@@ -247,7 +240,7 @@ class GradingPool:
 
     def _started(self) -> SimpleQueue[GradingProcess]:
         if self._idle is None:
-            self._processes = [GradingProcess(_MODULE) for _ in range(self._num_processes)]
+            self._processes = [GradingProcess("rl_envs.math.answers") for _ in range(self._num_processes)]
             self._idle = SimpleQueue()
             for process in self._processes:
                 self._idle.put(process)

@@ -1,19 +1,16 @@
-r"""Parses formulas with latex2sympy, completely and without evaluation, and compares their values.
+r"""Parses formulas with latex2sympy, completely and without evaluation, and compares their values and their forms.
 
 Two formulas are equal if they agree at several points to 20 of 30 digits. This proves identities such as `(x+1)^2 = x^2+2x+1`
 without simplification, which may take forever. Model output is never passed to `sympy.parse_expr` or `sympify`, because they
 execute Python.
 
-Whether a formula has the form of the expected one: factored, expanded, with a completed square, or reduced.
+An answer must also have the form of the expected one (factored, expanded, with a completed square, or reduced), because the
+form may be all that a question asks for: `(x + 2)^2` does not answer "Expand (x + 2)^2".
 
-The answer must have that form, because it may be all that a question asks for: `(x + 2)^2` does not answer "Expand (x + 2)^2".
-
-Finds unevaluated arithmetic in an answer: the sum in `3 + 2`, the division in `10/2`, the root in `\sqrt{16}`.
-
-A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are fully evaluated. A fraction such as
-`2/4` and a root such as `\sqrt{18}` have their own kind, a reduction, which only some questions ask for.
-The rule is that of PRM800K's grader (Lightman et al. 2023, arXiv:2305.20050), where an unreduced fraction and an expression
-for an expected integer are wrong, extended to expressions.
+It must also be evaluated, unlike `3 + 2`, `10/2` and `\sqrt{16}`. A fraction in lowest terms, an irrational root and a sum
+such as `3 + 2\sqrt{2}` are fully evaluated. A fraction such as `2/4` and a root such as `\sqrt{18}` have their own kind, a
+reduction, which only some questions ask for. The rule is that of PRM800K's grader (Lightman et al. 2023, arXiv:2305.20050),
+where an unreduced fraction and an expression for an expected integer are wrong, extended to expressions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Splits lists into elements: tuples, intervals, sets, bare lists, and equations that name their elements.
 
-Reads inequalities of one variable as intervals: `2 \le x < 5` is `[2,5)`.
+Inequalities of one variable are intervals: `2 \le x < 5` is `[2,5)`.
 """
 
 from __future__ import annotations
@@ -205,8 +205,6 @@ _NO_START, _NO_END = "(-\\infty,", ",\\infty)"
 _UNKNOWN = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?|\\(?!infty)[a-z]+")
 _MEMBER = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*\\in(?![A-Za-z])\s*(.+)")
 _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{R\}|\\R)\s*)?(?:\\mid|\\vert|:|\|)(.+)\\\}")
-
-
 _ALL_EXCEPT = re.compile(
     r"(?:\\mathbb\{R\}|\(-\\infty,\s*\\infty\))\s*(?:\\setminus|\\backslash|-|\\text\{\s*except\s*\})\s*\\\{(.+)\\\}"
     r"|\\text\{\s*[Aa]ll real(?: number)?s except (?:for )?(?:\}|(?=-?\d+\}$))(.+?)\}?"

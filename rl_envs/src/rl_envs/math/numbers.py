@@ -1,8 +1,8 @@
-r"""Reads numbers as they are written, exactly: `1,234`, `0.50`, `-\frac{3}{4}`, `1\frac12`, `2.5 \times 10^{8}`, `2516_7`.
+r"""Reads numbers and quantities as they are written, exactly.
 
-Separates a number from its unit: `10\text{ cm}`, `\$5`, `90^\circ`, `3 apples`.
-
-Units come from a list, so that words which change a number (`5 dozen`, `5 times two`, `3 fourths`) never count as one.
+Numbers: `1,234`, `0.50`, `-\frac{3}{4}`, `1\frac12`, `2.5 \times 10^{8}`, `2516_7`. Quantities: `10\text{ cm}`, `\$5`,
+`90^\circ`, `3 apples`. Units come from a list, so that words which change a number (`5 dozen`, `5 times two`, `3 fourths`)
+never count as one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The environment `reasoning_gym`: scores an answer with the scorer of its task.
-
-Problems of a Reasoning Gym task as records.
-"""
+"""The environment `reasoning_gym`, which scores an answer with the scorer of its task, and the dataset of its problems."""
 
 from __future__ import annotations
 
@@ -118,9 +115,6 @@ def read_answer(completion: str, tag: str | None) -> str | None:
     return answer.strip() or None
 
 
-TASK = "reasoning_gym"
-
-
 class ReasoningGymDataset(GeneratedDataset):
     """Questions of one task. `extra_env_info` has what its scorer needs: `task`, `params` and the `entry`.
 
@@ -151,7 +145,7 @@ class ReasoningGymDataset(GeneratedDataset):
                 "entry": entry,
                 "expected_answer": None if entry["answer"] is None else str(entry["answer"]),
             },
-            "task_name": config.task_name or TASK,
+            "task_name": config.task_name or "reasoning_gym",
         }
 
 

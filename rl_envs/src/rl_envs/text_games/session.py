@@ -1,7 +1,4 @@
-"""The base class of environments whose rollouts are games of another library, one game per session.
-
-Seeds of text games. Record i is a pure function of the settings and i.
-"""
+"""The base class of environments whose rollouts are games of another library, and the dataset of their seeds."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ from rl_core.config.validator import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments import StepResult, environment_return, final_text
 from rl_core.errors import DataError, format_value
-from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.environment import SESSION_KEY, Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.records import Observation, Record
 from rl_envs.generated_dataset import GeneratedDataset, is_reserved
 from rl_envs.text_games.config import GameConfig, TextGameDatasetConfig
 
-SESSION_KEY = "session_id"
 _log = logging.getLogger("rlcore.text_games")
 
 
@@ -152,6 +148,8 @@ _SEEDS = 2**31
 
 class TextGameDataset(GeneratedDataset):
     """Opening messages, each with a `seed` in `extra_env_info`, from which all rollouts of the record begin.
+
+    Record i is a pure function of the settings and i.
 
     Args:
         config: `TextGameDatasetConfig`, or a dict of its keys.

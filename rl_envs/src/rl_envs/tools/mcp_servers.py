@@ -1,7 +1,4 @@
-"""Tools of MCP servers (Model Context Protocol), which run in their own processes or behind a URL.
-
-A connection to one MCP server. Needs the package `mcp`.
-"""
+"""Tools of MCP servers (Model Context Protocol), which run in their own processes or behind a URL. Needs the package `mcp`."""
 
 from __future__ import annotations
 
@@ -28,20 +25,41 @@ from rl_envs.config import McpServerConfig
 ResultT = TypeVar("ResultT")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ARGUMENTS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+_LONGEST_ERROR = 2_000
+_LAST_LINES = 5
+_CHUNK = 65_536
+_CLOSE_S = 20.0
+"""Time to close a connection in seconds; the client kills a process that ignores its signals after about 4."""
 
 
-class McpTool(Tool):
-    """A tool of a server. Arguments must match its schema; they are not converted."""
+def list_servers(configs: Mapping[str, McpServerConfig]) -> list[McpServer]:
+    """The servers of a config, not started.
 
-    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, checked against the JSON schema of the server."""
-        import jsonschema
+    Raises:
+        ConfigError: The package `mcp` is not installed.
+    """
+    if not configs:
+        return []
+    try:
+        import jsonschema  # noqa: F401
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"mcp_servers needs the package mcp ({error}): pip install 'rl-envs[mcp]'.") from error
+    return [McpServer(name, config) for name, config in configs.items()]
 
-        errors = jsonschema.Draft202012Validator(self.spec["function"]["parameters"]).iter_errors(dict(arguments))
-        problems = [f"{error.json_path.removeprefix('$').lstrip('.') or 'arguments'}: {error.message}" for error in errors]
-        if problems:
-            raise ToolArgumentError("; ".join(problems))
-        return dict(arguments)
+
+def add_tools(tools: dict[str, Tool], more: Mapping[str, Tool]) -> None:
+    """Add the tools of a server.
+
+    Raises:
+        ConfigError: A name is taken.
+    """
+    for name, tool in more.items():
+        if name in tools:
+            raise ConfigError(
+                f"mcp_servers: the environment has two tools with the name {name!r}: select others with the server's `tools`."
+            )
+        tools[name] = tool
 
 
 class McpServer:
@@ -162,41 +180,18 @@ class McpServer:
         await asyncio.gather(*(self._end(session) for session in list(self._connections)))
 
 
-def list_servers(configs: Mapping[str, McpServerConfig]) -> list[McpServer]:
-    """The servers of a config, not started.
+class McpTool(Tool):
+    """A tool of a server. Arguments must match its schema; they are not converted."""
 
-    Raises:
-        ConfigError: The package `mcp` is not installed.
-    """
-    if not configs:
-        return []
-    try:
-        import jsonschema  # noqa: F401
-        import mcp  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"mcp_servers needs the package mcp ({error}): pip install 'rl-envs[mcp]'.") from error
-    return [McpServer(name, config) for name, config in configs.items()]
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments, checked against the JSON schema of the server."""
+        import jsonschema
 
-
-def add_tools(tools: dict[str, Tool], more: Mapping[str, Tool]) -> None:
-    """Add the tools of a server.
-
-    Raises:
-        ConfigError: A name is taken.
-    """
-    for name, tool in more.items():
-        if name in tools:
-            raise ConfigError(
-                f"mcp_servers: the environment has two tools with the name {name!r}: select others with the server's `tools`."
-            )
-        tools[name] = tool
-
-
-_LONGEST_ERROR = 2_000
-_LAST_LINES = 5
-_CHUNK = 65_536
-_CLOSE_S = 20.0
-"""Time to close a connection in seconds; the client kills a process that ignores its signals after about 4."""
+        errors = jsonschema.Draft202012Validator(self.spec["function"]["parameters"]).iter_errors(dict(arguments))
+        problems = [f"{error.json_path.removeprefix('$').lstrip('.') or 'arguments'}: {error.message}" for error in errors]
+        if problems:
+            raise ToolArgumentError("; ".join(problems))
+        return dict(arguments)
 
 
 class ServerEndedError(RLCoreError):
