@@ -206,7 +206,7 @@ def test_the_server_grades_with_the_interpreter_of_the_task(python):
         grade = asyncio.run(grader.grade([{"role": "user", "content": "0+1="}], "1", {"expected_answer": "1"}))
     finally:
         grader.close()
-    assert grade.as_json() == {"predicted_answer": str(python.parent.parent), "is_correct": False}
+    assert grade == {"predicted_answer": str(python.parent.parent), "is_correct": False}
 
 
 @pytest.mark.parametrize(("environment", "status"), [("Refuses", 400), ("Exits", 503)])

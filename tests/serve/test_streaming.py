@@ -16,14 +16,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_core.errors import WorkerDiedError, WorkerError
+from rl_serve.chat_format import NO_TOOLS
+from rl_serve.choices import ChatChoices, CompletionChoices
 from rl_serve.engine import EngineThread, SampledRow, SamplingRow
-from rl_serve.responses import ChoiceFormat, IncrementalText, cut_at_possible_stop, cut_at_stop
 from rl_serve.sampling import Limits, SamplingPlan
 from rl_serve.served_model import started_model
 from rl_serve.serving import create_app
+from rl_serve.text import IncrementalText, cut_at_possible_stop, cut_at_stop
 from rl_train.data.special_tokens import decode_answers, hidden_tokens
 
 QUESTION = [{"role": "user", "content": "ab"}]
+ONE_ROW = SamplingPlan(rows=[SamplingRow(prompt=[0], seed=0, max_new_tokens=1)], greedy=False)
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -112,12 +115,8 @@ def test_the_bytes_of_sampled_tokens_together_are_those_of_the_text(kind, pieces
 def logprobs_of(tokenizer, tokens, before=()):
     """The entries of tokens that follow others in a completion."""
     row = SampledRow(token_ids=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0, before=list(before))
-    return choices_of(tokenizer).token_logprobs(row)
-
-
-def choices_of(tokenizer):
-    plan = SamplingPlan(rows=[SamplingRow(prompt=[0], seed=0, max_new_tokens=1)], greedy=False, prompts=[[0]], n=1)
-    return ChoiceFormat(tokenizer=tokenizer, plan=plan, logprobs=True, token_ids=False)
+    chat = {"chat": None, "messages": [], "tools": NO_TOOLS}
+    return ChatChoices(tokenizer=tokenizer, plan=ONE_ROW, logprobs=True, **chat).token_logprobs(row)
 
 
 @settings(max_examples=150, deadline=None)
@@ -143,7 +142,7 @@ def test_offsets_of_tokens_count_the_spaces_before_words():
     tokenizer = TOKENIZERS["metaspace"]
     tokens = tokenizer.convert_tokens_to_ids(["▁a", "b", "▁a", "▁", "b"])
     row = SampledRow(token_ids=tokens, logprobs=[-1.0] * 5, truncated=True, weight_version=0)
-    found = choices_of(tokenizer).completion(0, row)
+    found = CompletionChoices(tokenizer=tokenizer, plan=ONE_ROW, logprobs=True).whole(0, row)
     assert found["text"] == "".join(found["logprobs"]["tokens"]) == "ab a b"
     assert found["logprobs"]["text_offset"] == [0, 1, 2, 4, 5]
 

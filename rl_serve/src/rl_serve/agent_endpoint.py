@@ -24,12 +24,12 @@ from starlette.types import Scope
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.records import Message
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
-from rl_serve.deltas import ChatDeltas, CompletionResponses
+from rl_serve.choices import ChatChoices
 from rl_serve.edge import BodyRoute, LimitsMiddleware, bearer_key, server_config
 from rl_serve.engine import SampledRow, SamplingRow, TokenizerThreads
 from rl_serve.errors import ApiError, add_error_handlers
 from rl_serve.requests import ChatRequest, read_response_format
-from rl_serve.responses import ChoiceFormat, EventStream, cancel_on_disconnect, errors_as_events
+from rl_serve.responses import EventStream, cancel_on_disconnect, errors_as_events
 from rl_serve.sampling import Limits, SamplingPlan
 from rl_serve.serving import add_model_routes
 from rl_train.agents.model_server import (
@@ -103,7 +103,6 @@ class AgentRoutes:
         self._settings = settings
         self._chat = ChatFormat(settings.tokenizer)
         self._threads = TokenizerThreads()
-        self._completions = CompletionResponses(settings.model, self._threads)
         self.turns: dict[bytes, TurnSource] = {}
 
     @asynccontextmanager
@@ -135,22 +134,27 @@ class AgentRoutes:
             max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         )
 
-        def answers(turn: AgentTurn) -> ChatDeltas:
-            plan = _plan_of(requested, turn)
-            choices = ChoiceFormat(
-                tokenizer=self._settings.tokenizer, plan=plan, logprobs=body.logprobs, token_ids=body.return_token_ids
+        def choices(turn: AgentTurn) -> ChatChoices:
+            return ChatChoices(
+                tokenizer=self._settings.tokenizer,
+                plan=_plan_of(requested, turn),
+                logprobs=body.logprobs,
+                token_ids=body.return_token_ids,
+                chat=self._chat,
+                messages=messages,
+                tools=tools,
             )
-            return ChatDeltas(choices, self._chat, messages, tools)
 
         if body.stream:
-            return await self._stream(stream_turn(turns, requested), answers, request, has_usage=body.has_usage)
+            return await self._stream(stream_turn(turns, requested), choices, request, has_usage=body.has_usage)
         turn = await cancel_on_disconnect(request, sample_turn(turns, requested))
-        return JSONResponse(await self._completions.whole(answers(turn), {0: row_of(turn)}))
+        model, threads = self._settings.model, self._threads
+        return JSONResponse(await choices(turn).response({0: row_of(turn)}, model=model, threads=threads))
 
     async def _stream(
         self,
         arrivals: AsyncGenerator[tuple[AgentTurn, bool], None],
-        answers: Callable[[AgentTurn], ChatDeltas],
+        choices: Callable[[AgentTurn], ChatChoices],
         request: Request,
         *,
         has_usage: bool,
@@ -165,7 +169,9 @@ class AgentRoutes:
         begun, is_finished = await cancel_on_disconnect(request, anext(arrivals))
         exits = AsyncExitStack()
         exits.push_async_callback(arrivals.aclose)
-        return EventStream(errors_as_events(self._completions.events(answers(begun), rows(), has_usage=has_usage)), exits)
+        model, threads = self._settings.model, self._threads
+        events = choices(begun).events(rows(), model=model, threads=threads, has_usage=has_usage)
+        return EventStream(errors_as_events(events), exits)
 
     def _turns_of(self, scope: Scope) -> TurnSource:
         turns = self.turns.get(_digest(bearer_key(scope)))
@@ -213,7 +219,7 @@ def _plan_of(requested: AgentRequest, turn: AgentTurn) -> SamplingPlan:
     row = SamplingRow(
         prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=tuple(requested.stop_strings)
     )
-    return SamplingPlan(rows=[row], greedy=False, prompts=[turn.prompt], n=1)
+    return SamplingPlan(rows=[row], greedy=False)
 
 
 _log = logging.getLogger(__name__)

@@ -342,7 +342,7 @@ class ProxyRoutes:
         record = body.record()
         messages = self._service.prompts.record(record)
         given = {"model": await self._backend.model_for(body.model, self._name), **body.sampling()}
-        if (most := body.new_tokens()) is not None:
+        if (most := body.token_limit()[0]) is not None:
             given["max_tokens"] = most
         return await self._responses.generate(messages, self._completer(given)(0), record, request)
 

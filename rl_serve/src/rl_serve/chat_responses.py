@@ -10,15 +10,15 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from rl_serve.chat_service import ChatService, CompleteChat, Completion, Transcript
+from rl_serve.chat_service import Answer, ChatService, CompleteChat
 from rl_serve.errors import ApiError
 from rl_serve.requests import ChatRequest, ForwardedChatRequest
 from rl_serve.responses import (
     DONE,
     EventStream,
-    ResponseHead,
     cancel_on_disconnect,
     errors_as_events,
+    response_head,
     server_sent_event,
     token_counts,
 )
@@ -81,21 +81,13 @@ class ChatResponses:
         request: Request,
     ) -> Response:
         """A chat completion or its stream, which has an event for each message and each output."""
-        if (body.n or 1) > self._limits.max_rows:
-            raise ApiError(400, f"n={body.n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
+        n = body.n or 1
+        if n > self._limits.max_rows:
+            raise ApiError(400, f"n={n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
         if body.stream:
-            return await self._stream(messages, completer, body, request)
-        found = await cancel_on_disconnect(request, self._choices(messages, completer, body))
-        head = ResponseHead.of_chat(self._model, is_stream=False)
-        return JSONResponse(head.body([choice for choice, _ in found], usage=_usage([answer for _, answer in found])))
+            return await self._stream(messages, [completer(index) for index in range(n)], body, request)
 
-    async def _choices(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        completer: Callable[[int], CompleteChat],
-        body: ChatRequest | ForwardedChatRequest,
-    ) -> list[tuple[dict[str, Any], Transcript]]:
-        async def one(index: int) -> tuple[dict[str, Any], Transcript]:
+        async def one(index: int) -> tuple[dict[str, Any], Answer]:
             answer = await self._service.answer(messages, completer(index))
             choice = {
                 "index": index,
@@ -107,28 +99,36 @@ class ChatResponses:
             }
             return choice, answer
 
-        return await _gathered([one(index) for index in range(body.n or 1)])
+        found = await cancel_on_disconnect(request, _gathered([one(index) for index in range(n)]))
+        choices, answers = zip(*found, strict=True)
+        return JSONResponse(
+            {**response_head("chat.completion", self._model), "choices": list(choices), "usage": _usage(answers)}
+        )
 
     async def _stream(
         self,
         messages: Sequence[Mapping[str, Any]],
-        completer: Callable[[int], CompleteChat],
+        completers: Sequence[CompleteChat],
         body: ChatRequest | ForwardedChatRequest,
         request: Request,
     ) -> EventStream:
         """The events; an error before the first message of the model has its own status."""
-        head = ResponseHead.of_chat(self._model, is_stream=True)
-        completions: list[Completion] = []
+        head = response_head("chat.completion.chunk", self._model)
+
+        def event(index: int, delta: Mapping[str, Any], reason: str | None = None) -> str:
+            choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+            return server_sent_event({**head, "choices": [choice]})
 
         async def events() -> AsyncGenerator[str, None]:
-            for index in range(body.n or 1):
-                async with aclosing(self._deltas(messages, completer(index), completions)) as deltas:
-                    async for delta, reason in deltas:
-                        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-                        yield server_sent_event(head.body([choice]))
+            answers = []
+            for index, complete in enumerate(completers):
+                answers.append(answer := Answer())
+                async with aclosing(self._service.stream(messages, complete)) as parts:
+                    async for part in parts:
+                        yield event(index, {"role": "assistant", "content": answer.add(part)})
+                yield event(index, {}, answer.finish_reason)
             if body.has_usage:
-                sampled = sum(completion.completion_tokens for completion in completions)
-                yield server_sent_event(head.body([], usage=token_counts(completions[0].prompt_tokens, sampled)))
+                yield server_sent_event({**head, "choices": [], "usage": _usage(answers)})
             yield DONE
 
         made = events()
@@ -148,18 +148,6 @@ class ChatResponses:
 
         return EventStream(errors_as_events(all_events()), exits)
 
-    async def _deltas(
-        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, completions: list[Completion]
-    ) -> AsyncGenerator[tuple[dict[str, Any], str | None], None]:
-        separator, reason = "", "length"
-        async with aclosing(self._service.stream(messages, complete)) as parts:
-            async for part in parts:
-                text = part if isinstance(part, str) else part.content
-                yield {"role": "assistant", "content": f"{separator}{text}"}, None
-                separator, reason = "\n\n", "length" if isinstance(part, str) else part.finish_reason
-                completions += [] if isinstance(part, str) else [part]
-        yield {}, reason
-
 
 async def _gathered(works: Sequence[Any]) -> list[Any]:
     """The results of all; the first error cancels the others."""
@@ -172,5 +160,5 @@ async def _gathered(works: Sequence[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _usage(answers: Sequence[Transcript]) -> dict[str, int]:
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     return token_counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))

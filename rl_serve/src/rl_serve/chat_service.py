@@ -19,16 +19,16 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import DataError, UserError
 from rl_core.event_loop import in_thread
 from rl_serve.chat_format import ChatFormat
+from rl_serve.choices import RowDeltas
 from rl_serve.code_rounds import CodeRunner, python_blocks
-from rl_serve.deltas import RowDeltas
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
 from rl_serve.grading import Grader
 from rl_serve.requests import SamplingParameters
-from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, plan_sampling
 from rl_serve.served_model import ServedModel
 from rl_serve.settings import ChatSettings
+from rl_serve.text import completion_text
 from rl_train.data.conversations import is_begun
 from rl_train.prompts.templates import PromptTemplate, load_prompt
 
@@ -48,26 +48,49 @@ CompleteChat = Callable[[Sequence[Mapping[str, Any]], int], Awaitable[Completion
 """Continues a conversation; the second argument is the number of the round, from 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transcript:
-    """The messages of the model, with the output of their code between them."""
+class Answer:
+    """The messages of the model so far, with the output of their code between them."""
 
-    texts: Sequence[str]
-    """Messages and outputs in turn; the first is a message."""
-    last: str
-    """The last message, which has the final answer."""
-    finish_reason: str
-    prompt_tokens: int
-    """Tokens of the first prompt."""
-    completion_tokens: int
-    """Tokens of all messages."""
-    code_rounds: int
-    """Number of times that code was run."""
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._completions: list[Completion] = []
+
+    def add(self, part: Completion | str) -> str:
+        """Add a message, or the output of its code; returns what is new in the text."""
+        separator = "\n\n" if self._texts else ""
+        self._texts.append(part if isinstance(part, str) else part.content)
+        self._completions += [] if isinstance(part, str) else [part]
+        return separator + self._texts[-1]
 
     @property
     def text(self) -> str:
         """All messages and outputs."""
-        return "\n\n".join(self.texts)
+        return "\n\n".join(self._texts)
+
+    @property
+    def last(self) -> str:
+        """The last message, which has the final answer."""
+        return self._completions[-1].content
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the last message; `length` if there was no space for a message after the last output."""
+        return "length" if self.code_rounds == len(self._completions) else self._completions[-1].finish_reason
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the first prompt."""
+        return self._completions[0].prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all messages."""
+        return sum(completion.completion_tokens for completion in self._completions)
+
+    @property
+    def code_rounds(self) -> int:
+        """Number of times that code was run."""
+        return len(self._texts) - len(self._completions)
 
 
 class ChatService:
@@ -135,23 +158,13 @@ class ChatService:
         for grader in self._graders.values():
             grader.close()
 
-    async def answer(self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat) -> Transcript:
+    async def answer(self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat) -> Answer:
         """The whole answer to a conversation."""
-        texts: list[str] = []
-        completions: list[Completion] = []
+        answer = Answer()
         async with aclosing(self.stream(messages, complete)) as parts:
             async for part in parts:
-                texts.append(part if isinstance(part, str) else part.content)
-                completions += [] if isinstance(part, str) else [part]
-        cut_off = len(texts) % 2 == 0
-        return Transcript(
-            texts=texts,
-            last=completions[-1].content,
-            finish_reason="length" if cut_off else completions[-1].finish_reason,
-            prompt_tokens=completions[0].prompt_tokens,
-            completion_tokens=sum(completion.completion_tokens for completion in completions),
-            code_rounds=len(texts) - len(completions),
-        )
+                answer.add(part)
+        return answer
 
     async def stream(
         self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat
@@ -199,7 +212,7 @@ class ChatService:
             grader: Grader = await in_thread(partial(self.start_grader, name), name="rl-serve-grader")
         except UserError as error:
             raise ApiError(400, f"expected_answer needs the environment {name!r}: {error}", param="expected_answer") from error
-        return (await grader.grade(messages, answer, record)).as_json()
+        return await grader.grade(messages, answer, record)
 
 
 @contextmanager
@@ -291,15 +304,15 @@ class Conversation:
         return answer
 
     async def _sample(self, plan: SamplingPlan, on_text: Callable[[str], None] | None) -> str:
-        deltas = RowDeltas(self._model.tokenizer)
-        choices = ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan)
+        tokenizer = self._model.tokenizer
+        deltas = RowDeltas(tokenizer)
         rows = self._engine.sample(plan.rows, greedy=plan.greedy, stream=on_text is not None)
         async with aclosing(rows):
             async for _, row in rows:
                 deltas.new_tokens(row)
                 if row.is_finished:
                     self.cut_at = len(row.token_ids) if row.truncated else None
-                text = choices.text(0, row) if row.is_finished else deltas.stable_text(row.token_ids)
+                text = completion_text(tokenizer, row.token_ids, ()) if row.is_finished else deltas.stable_text(row.token_ids)
                 new = deltas.new_text(text, is_finished=row.is_finished)
                 if on_text is not None and new:
                     on_text(new)

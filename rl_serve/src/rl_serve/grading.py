@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,20 +21,6 @@ from rl_serve.errors import ApiError
 from rl_train.config.schema import section_of
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grade:
-    """The result of a comparison."""
-
-    predicted_answer: str | None
-    """The final answer that was found in the text."""
-    is_correct: bool | None
-    """None if the answer could not be scored."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields of a response."""
-        return {"predicted_answer": self.predicted_answer, "is_correct": self.is_correct}
 
 
 class Grader:
@@ -60,8 +45,11 @@ class Grader:
         self._environment: EnvironmentInterface | None = None
         self._turn = asyncio.Lock()
 
-    async def grade(self, messages: Sequence[Mapping[str, Any]], answer: str, record: Mapping[str, Any]) -> Grade:
+    async def grade(self, messages: Sequence[Mapping[str, Any]], answer: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Grade an answer.
+
+        Returns:
+            `predicted_answer`, the final answer that was found in the text, and `is_correct`, None if it could not be scored.
 
         Args:
             messages: the prompt.
@@ -94,12 +82,12 @@ class Grader:
         if self._environment is not None:
             self._environment.shutdown()
 
-    def _grade(self, log: list[Any], record: dict[str, Any]) -> Grade:
+    def _grade(self, log: list[Any], record: dict[str, Any]) -> dict[str, Any]:
         if self._environment is None:
             self._environment = self._make()
         [result] = step_checked(self._environment, self.name, [log], [record])
         if not result.scored:
-            return Grade(predicted_answer=result.answer, is_correct=None)
+            return {"predicted_answer": result.answer, "is_correct": None}
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 "rewards": torch.tensor([sum(result.rewards.values())], dtype=torch.float32),
@@ -112,4 +100,4 @@ class Grader:
             }
         )
         accuracy = metrics_checked(self._environment, self.name, batch).get("accuracy")
-        return Grade(predicted_answer=result.answer, is_correct=None if accuracy is None else accuracy == 1.0)
+        return {"predicted_answer": result.answer, "is_correct": None if accuracy is None else accuracy == 1.0}

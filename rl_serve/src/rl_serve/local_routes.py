@@ -20,7 +20,7 @@ from rl_core.plugins.component import Capability
 from rl_serve.chat_format import NO_TOOLS, ChatFormat, OfferedTools, read_messages, read_offered_tools, requires_calls
 from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
-from rl_serve.deltas import ChatDeltas, CompletionDeltas, CompletionResponses, Deltas
+from rl_serve.choices import ChatChoices, Choices, CompletionChoices, usage
 from rl_serve.engine import EngineThread, SampledRow, TokenizerThreads
 from rl_serve.errors import ApiError
 from rl_serve.pausing import SharedCheck, read_engine_state
@@ -34,7 +34,7 @@ from rl_serve.requests import (
     read_response_format,
     refuse_unsupported_fields,
 )
-from rl_serve.responses import ChoiceFormat, EventStream, cancel_on_disconnect, errors_as_events, usage
+from rl_serve.responses import EventStream, cancel_on_disconnect, errors_as_events
 from rl_serve.sampling import (
     Limits,
     ParameterNames,
@@ -46,6 +46,7 @@ from rl_serve.sampling import (
     refuse_without,
 )
 from rl_serve.served_model import ServedModel
+from rl_serve.text import completion_text
 from rl_serve.weights_api import WeightUpdates
 from rl_train.rollouts.trajectory import sample_seed
 
@@ -75,7 +76,6 @@ class LocalRoutes:
         self._updates = updates
         self._chat = ChatFormat(model.tokenizer)
         self._threads = TokenizerThreads()
-        self._completions = CompletionResponses(model.name, self._threads)
         self._responses = ChatResponses(service, limits, model.name)
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
         self._state = SharedCheck(
@@ -104,24 +104,28 @@ class LocalRoutes:
         """Complete texts or token ids."""
         prompts = await self._threads.run(self._prompts_of, body)
         plan = self._plan(body, prompts, n=body.n, max_tokens=body.max_tokens, top_logprobs=body.logprobs or 0)
-        choices = self._format(plan, body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs)
-        deltas = CompletionDeltas(choices, await self._threads.run(self._texts_of, body, prompts) if body.echo else ())
-        if body.stream:
-            return self._stream(body, deltas)
-        return JSONResponse(await self._completions.whole(deltas, await self._sample_all(plan, request)))
+        choices = CompletionChoices(
+            tokenizer=self._model.tokenizer,
+            plan=plan,
+            logprobs=body.logprobs is not None,
+            top_logprobs=bool(body.logprobs),
+            token_ids=body.return_token_ids,
+            echoed=await self._threads.run(self._texts_of, body, prompts) if body.echo else (),
+        )
+        return self._stream(body, choices) if body.stream else JSONResponse(await self._whole(choices, request))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Complete a conversation, rendered by the model's chat template."""
-        most, record = body.new_tokens(), body.record()
+        (most, limit_name), record = body.token_limit(), body.record()
         messages = await self._threads.run(self._messages_of, body)
-        names = ParameterNames(prompt="messages", max_tokens=body.limit_name, top_logprobs="top_logprobs")
+        names = ParameterNames(prompt="messages", max_tokens=limit_name, top_logprobs="top_logprobs")
         if self._service.code is not None:
             refuse_with_code(body.model_dump())
             return await self._responses.chat(messages, self._completer(body, most, names), body, request)
-        deltas = await self._chat_deltas(body, messages, max_tokens=most, names=names)
+        choices = await self._chat_choices(body, messages, max_tokens=most, names=names)
         if body.stream:
-            return self._stream(body, deltas)
-        found = await self._completions.whole(deltas, await self._sample_all(deltas.choices.plan, request))
+            return self._stream(body, choices)
+        found = await self._whole(choices, request)
         for choice in found["choices"]:
             choice |= await self._service.grade(messages, choice["message"]["content"] or "", record)
         return JSONResponse(found)
@@ -131,8 +135,8 @@ class LocalRoutes:
         record = body.record()
         body.refuse_other_model(self._model.name)
         messages = self._service.prompts.record(record)
-        names = ParameterNames(prompt="question", max_tokens=body.limit_name)
-        complete = self._completer(body, body.new_tokens(), names)(0)
+        most, limit_name = body.token_limit()
+        complete = self._completer(body, most, ParameterNames(prompt="question", max_tokens=limit_name))(0)
         return await self._responses.generate(messages, complete, record, request)
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
@@ -173,10 +177,11 @@ class LocalRoutes:
                 prompt = await self._threads.run(self._prompt, messages)
                 plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
                 row = (await self._collect(plan))[0]
+                stops = plan.rows[0].stop_strings
                 return Completion(
-                    content=await self._threads.run(ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan).text, 0, row),
+                    content=await self._threads.run(completion_text, self._model.tokenizer, row.token_ids, stops),
                     finish_reason="length" if row.truncated else "stop",
-                    prompt_tokens=len(plan.prompts[0]),
+                    prompt_tokens=len(prompt),
                     completion_tokens=len(row.token_ids),
                 )
 
@@ -191,9 +196,9 @@ class LocalRoutes:
             messages[-1]["prefix"] = True
         return messages
 
-    async def _chat_deltas(
+    async def _chat_choices(
         self, body: ChatRequest, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None, names: ParameterNames
-    ) -> ChatDeltas:
+    ) -> ChatChoices:
         """The choices of a chat completion, with the plan of their rows.
 
         Raises:
@@ -218,8 +223,16 @@ class LocalRoutes:
             top_logprobs=body.top_logprobs or 0,
             json_schema=tools.schema if schema is None else schema,
         )
-        choices = self._format(plan, body, logprobs=body.logprobs, top_logprobs=body.top_logprobs)
-        return ChatDeltas(choices, self._chat, messages, tools)
+        return ChatChoices(
+            tokenizer=self._model.tokenizer,
+            plan=plan,
+            logprobs=body.logprobs,
+            top_logprobs=bool(body.top_logprobs),
+            token_ids=body.return_token_ids,
+            chat=self._chat,
+            messages=messages,
+            tools=tools,
+        )
 
     def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: OfferedTools = NO_TOOLS) -> list[int]:
         refuse_long_text(self._model, (message["content"] for message in messages), param="messages")
@@ -232,15 +245,6 @@ class LocalRoutes:
 
     def _plan(self, body: SamplingParameters, prompts: Sequence[Sequence[int]], **options: Any) -> SamplingPlan:
         return plan_sampling(self._model, self._limits, prompts, body, **options)
-
-    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool, top_logprobs: int | None) -> ChoiceFormat:
-        return ChoiceFormat(
-            tokenizer=self._model.tokenizer,
-            plan=plan,
-            logprobs=logprobs,
-            top_logprobs=bool(top_logprobs),
-            token_ids=body.return_token_ids,
-        )
 
     def _prompts_of(self, body: CompletionRequest) -> list[list[int]]:
         self._check(body)
@@ -301,9 +305,14 @@ class LocalRoutes:
             _log.exception("the engine failed")
             raise ApiError(503, f"The engine failed: {type(error).__name__}. The server's log has the details.") from error
 
-    def _stream(self, body: SamplingRequest, deltas: Deltas) -> EventStream:
-        rows = self._rows(deltas.choices.plan, stream=True)
-        return EventStream(errors_as_events(self._completions.events(deltas, rows, has_usage=body.has_usage)))
+    async def _whole(self, choices: Choices, request: Request) -> dict[str, Any]:
+        rows = await self._sample_all(choices.plan, request)
+        return await choices.response(rows, model=self._model.name, threads=self._threads)
+
+    def _stream(self, body: SamplingRequest, choices: Choices) -> EventStream:
+        rows = self._rows(choices.plan, stream=True)
+        events = choices.events(rows, model=self._model.name, threads=self._threads, has_usage=body.has_usage)
+        return EventStream(errors_as_events(events))
 
 
 @lru_cache(maxsize=16)

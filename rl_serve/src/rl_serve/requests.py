@@ -1,9 +1,4 @@
-"""Bodies of requests. Fields that the server does not support are named in an error instead of being ignored.
-
-Fields of OpenAI's and vLLM's API that the server does not support: refused, unless their value changes nothing.
-
-JSON schemas that completions must fit: `response_format`, and limits that keep compiling a schema fast.
-"""
+"""Bodies of requests. Fields that the server does not support are named in an error instead of being ignored."""
 
 from __future__ import annotations
 
@@ -252,40 +247,21 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=_MAX_MESSAGES)]
 
 
-class MessageLimit:
-    """The maximum number of tokens of a message, a field with two names."""
+def _limit_of(body: BaseModel, name: str, second: str, relation: str) -> tuple[int | None, str]:
+    """A maximum number of tokens that has two names, None if it is not given, and the name under which it is given.
 
-    limit: ClassVar[str]
-    """Name of the field."""
-    second_name: ClassVar[str]
-    relation: ClassVar[str]
-    """What the second name is, for errors."""
-
-    @property
-    def limit_name(self) -> str:
-        """The name under which it is given, for errors."""
-        return self.limit if getattr(self, self.second_name) is None else self.second_name
-
-    def new_tokens(self) -> int | None:
-        """The limit; None if it is not given.
-
-        Raises:
-            ApiError: it is given under both names.
-        """
-        first: int | None = getattr(self, self.limit)
-        second: int | None = getattr(self, self.second_name)
-        if first is not None and second is not None:
-            text = f"{self.second_name} is {self.relation} of {self.limit}: set one of them."
-            raise ApiError(400, text, param=self.second_name)
-        return second if first is None else first
+    Raises:
+        ApiError: it is given under both names.
+    """
+    limit, other = getattr(body, name), getattr(body, second)
+    if limit is not None and other is not None:
+        raise ApiError(400, f"{second} is {relation} of {name}: set one of them.", param=second)
+    return (limit, name) if other is None else (other, second)
 
 
-class ChatRequest(SamplingRequest, GradedRequest, MessageLimit):
+class ChatRequest(SamplingRequest, GradedRequest):
     """Body of `/v1/chat/completions`."""
 
-    limit: ClassVar[str] = "max_completion_tokens"
-    second_name: ClassVar[str] = "max_tokens"
-    relation: ClassVar[str] = "the earlier name"
     messages: Messages
     """The conversation."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -309,27 +285,31 @@ class ChatRequest(SamplingRequest, GradedRequest, MessageLimit):
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`, if it is given."""
 
+    def token_limit(self) -> tuple[int | None, str]:
+        """The maximum number of tokens, and the name under which it is given.
+
+        Raises:
+            ApiError: it is given under both names.
+        """
+        return _limit_of(self, "max_completion_tokens", "max_tokens", "the earlier name")
+
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.add_generation_prompt is self.continue_final_message:
-            text = f"add_generation_prompt must be {str(not self.continue_final_message).lower()} or absent, because "
-            text += f"continue_final_message is {str(self.continue_final_message).lower()}."
+            wanted, given = (str(value).lower() for value in (not self.continue_final_message, self.continue_final_message))
+            text = f"add_generation_prompt must be {wanted} or absent, because continue_final_message is {given}."
             raise ApiError(400, text, param="add_generation_prompt")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            text = (
-                f"continue_final_message requires a last message of the assistant, but its role is {self.messages[-1].role!r}."
-            )
+            role = self.messages[-1].role
+            text = f"continue_final_message requires a last message of the assistant, but its role is {role!r}."
             raise ApiError(400, text, param="messages")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires `logprobs: true`.", param="top_logprobs")
 
 
-class GenerateRequest(RequestBody, SamplingParameters, MessageLimit):
+class GenerateRequest(RequestBody, SamplingParameters):
     """Body of `/generate`: the fields of a record, which fill the prompt config, and how to sample."""
 
-    limit: ClassVar[str] = "max_tokens"
-    second_name: ClassVar[str] = "tokens_to_generate"
-    relation: ClassVar[str] = "another name"
     question: str | None = None
     """The question; also fills `{problem}`."""
     expected_answer: str | int | float | None = None
@@ -338,6 +318,10 @@ class GenerateRequest(RequestBody, SamplingParameters, MessageLimit):
     """Maximum number of tokens of each message of the model."""
     tokens_to_generate: int | None = Field(default=None, ge=1)
     """Another name of `max_tokens`."""
+
+    def token_limit(self) -> tuple[int | None, str]:
+        """As `ChatRequest.token_limit`."""
+        return _limit_of(self, "max_tokens", "tokens_to_generate", "another name")
 
     def record(self) -> dict[str, Any]:
         """The fields of the record: all except the sampling parameters."""

@@ -53,11 +53,14 @@ class SamplingPlan:
 
     rows: list[SamplingRow]
     greedy: bool
-    prompts: list[list[int]]
-    """Token ids of each prompt."""
-    n: int
+    n: int = 1
     """Completions per prompt."""
     names: ParameterNames = field(default_factory=ParameterNames)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids of each prompt."""
+        return [list(row.prompt) for row in self.rows[:: self.n]]
 
 
 def plan_sampling(
@@ -120,7 +123,7 @@ def plan_sampling(
             )
             for choice in range(n)
         ]
-    return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n, names=names)
+    return SamplingPlan(rows=rows, greedy=greedy, n=n, names=names)
 
 
 def refuse_without(model: ServedModel, capability: str, param: str) -> None:
