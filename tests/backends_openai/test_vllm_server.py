@@ -17,7 +17,7 @@ from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import WeightSyncError
 from rl_core.http import HttpError
 from rl_core.rendezvous.interfaces import free_port
-from rl_serve.update_options import EXTENSION, UpdateOptions, vllm_command
+from rl_serve.weights_api import EXTENSION, UpdateOptions, vllm_command
 from rl_train.launch.train import train
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer

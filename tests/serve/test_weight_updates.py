@@ -16,8 +16,7 @@ from rl_serve.pausing import Pause
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
 from rl_serve.serving import create_app
-from rl_serve.update_options import ADMIN_KEY, read_update_options
-from rl_serve.weights_api import ADMIN_HEADER, PATHS, WeightUpdates
+from rl_serve.weights_api import ADMIN_HEADER, ADMIN_KEY, PATHS, WeightUpdates, read_update_options
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 ADMIN = "an-admin-key"

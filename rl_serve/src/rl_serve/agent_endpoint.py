@@ -1,6 +1,6 @@
 """The local endpoint that answers agents from the training engine: chat completions with a key per rollout.
 
-Turns of agents: sampled in the thread of the training engine, and awaited or streamed in that of the endpoint.
+Turns are sampled in the thread of the training engine, and awaited or streamed in that of the endpoint.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from rl_train.agents.model_server import (
 _LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20, body_timeout_s=600.0, read_timeout_s=600.0)
 """Agents are trusted functions of the run, which may keep its process busy; the number of rollouts limits their requests."""
 _START_TIMEOUT_S = 30.0
+_log = logging.getLogger(__name__)
 
 
 class AgentEndpoint(ModelServer):
@@ -129,15 +130,17 @@ class AgentRoutes:
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         requested = AgentRequest(
             prompt=await self._threads.run(self._chat.prompt, messages, tools),
-            messages=_messages(messages),
+            messages=[Message(**message) for message in messages],  # type: ignore[typeddict-item]
             stop_strings=body.stop_strings(),
             max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         )
 
         def choices(turn: AgentTurn) -> ChatChoices:
+            stops = tuple(requested.stop_strings)
+            row = SamplingRow(prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=stops)
             return ChatChoices(
                 tokenizer=self._settings.tokenizer,
-                plan=_plan_of(requested, turn),
+                plan=SamplingPlan(rows=[row], greedy=False),
                 logprobs=body.logprobs,
                 token_ids=body.return_token_ids,
                 chat=self._chat,
@@ -208,21 +211,6 @@ class AgentRoutes:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _messages(messages: list[dict[str, Any]]) -> list[Message]:
-    return [Message(**message) for message in messages]  # type: ignore[typeddict-item]
-
-
-def _plan_of(requested: AgentRequest, turn: AgentTurn) -> SamplingPlan:
-    """The sampled turn in the form of a request to the server."""
-    row = SamplingRow(
-        prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=tuple(requested.stop_strings)
-    )
-    return SamplingPlan(rows=[row], greedy=False)
-
-
-_log = logging.getLogger(__name__)
 
 
 async def sample_turn(turns: TurnSource, requested: AgentRequest) -> AgentTurn:

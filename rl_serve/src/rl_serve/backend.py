@@ -1,7 +1,4 @@
-"""The server that a proxy forwards requests to.
-
-The endpoints of a proxy, which forwards requests and weight updates to an OpenAI-compatible server.
-"""
+"""A proxy: the endpoints that forward requests and weight updates, and the OpenAI-compatible server that they go to."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rl_core.http import HttpClient, HttpError, RequestLimits
 from rl_serve.chat_format import read_messages
-from rl_serve.chat_responses import ChatResponses, refuse_with_code
-from rl_serve.chat_service import ChatService, CompleteChat, Completion
+from rl_serve.chat_service import ChatService, CompleteChat, Completion, refuse_with_code
 from rl_serve.errors import ApiError, model_not_found
 from rl_serve.pausing import SharedCheck
 from rl_serve.requests import ForwardedChatRequest, ForwardedCompletionRequest, ForwardedTokensRequest, GenerateRequest
@@ -120,40 +116,28 @@ class Backend:
             raise model_not_found(requested, (name, *known))
         return requested
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The backend's response to a request.
+    async def completions(self, path: str, body: Mapping[str, Any], *, has: str) -> dict[str, Any]:
+        """The backend's response to a sampling request, of which each choice has the field `has`.
 
         Args:
             path: appended to the URL; a path with a leading slash is below the root instead of the version.
             body: the request.
+            has: one of `_FORMS`.
 
         Raises:
-            ApiError: the backend refused the request, failed, or does not answer.
+            ApiError: the backend refused the request, failed, or does not answer, or the response has another form.
         """
         try:
-            return (await self._client_of(path).post_json(path.removeprefix("/"), body)).body
+            response = (await self._client_of(path).post_json(path.removeprefix("/"), body)).body
         except HttpError as error:
             raise _as_api_error(error.status, error.body, str(error)) from error
-
-    async def completions(self, path: str, body: Mapping[str, Any], *, has: str) -> dict[str, Any]:
-        """The backend's response to a sampling request, of which each choice has the field `has`.
-
-        Raises:
-            ApiError: as `post`, or the response has another form.
-        """
-        response = await self.post(path, body)
         choices = response.get("choices") if isinstance(response, dict) else None
-        form = _FORMS[has]
-        if not isinstance(choices, list) or not choices or not all(_has(choice, has, form) for choice in choices):
+        if not isinstance(choices, list) or not choices or not all(_has(choice, has) for choice in choices):
             raise ApiError(502, f"The backend's response has no choices with `{has}`.", code="backend_failed")
         return dict(response)
 
     async def post_admin(self, path: str, body: Any) -> Any:
-        """The backend's response to a request of a weight update, which is sent once.
-
-        Raises:
-            ApiError: as `post`.
-        """
+        """The backend's response to a request of a weight update, which is sent once; raises as `completions`."""
         return await self._admin.once("POST", path, body, timeout_s=self.section.timeout_s)
 
     @asynccontextmanager
@@ -161,7 +145,7 @@ class Backend:
         """The lines of the backend's stream, each with its line break.
 
         Raises:
-            ApiError: as `post`. A failure after the first line becomes an event with the error.
+            ApiError: as `completions`. A failure after the first line becomes an event with the error.
         """
         async with self._client_of(path).stream(path.removeprefix("/"), body) as lines:
             yield lines
@@ -236,11 +220,11 @@ _FORMS: Mapping[str, type] = {"message": dict, "text": str, "token_ids": list}
 """Types of the field that each choice of an endpoint has."""
 
 
-def _has(choice: Any, name: str, form: type) -> bool:
-    value = choice.get(name) if isinstance(choice, dict) else None
-    if form is dict and isinstance(value, dict):
+def _has(choice: Any, name: str) -> bool:
+    value: Any = choice.get(name) if isinstance(choice, dict) else None
+    if name == "message" and isinstance(value, dict):
         return isinstance(value.get("content"), str | None)
-    return isinstance(value, form)
+    return isinstance(value, _FORMS[name])
 
 
 def _as_api_error(status: int | None, body: str, message: str) -> ApiError:
@@ -291,8 +275,7 @@ class ProxyRoutes:
     """
 
     def __init__(self, backend: Backend, name: str, limits: Limits, service: ChatService) -> None:
-        self._backend, self._name, self._service = backend, name, service
-        self._responses = ChatResponses(service, limits, name)
+        self._backend, self._name, self._limits, self._service = backend, name, limits, service
         self._check = SharedCheck(backend.check)
 
     async def health(self) -> Response:
@@ -330,8 +313,9 @@ class ProxyRoutes:
         if self._service.code is not None:
             refuse_with_code(plain)
             given["model"] = await self._backend.model_for(body.model, self._name)
-            return await self._responses.chat(messages, self._completer(given), body, request)
-        forwarded = {**plain, "messages": _as_sent(messages)}
+            completer = self._completer(given)
+            return await self._service.respond(messages, completer, body, request, model=self._name, limits=self._limits)
+        forwarded = {**plain, "messages": messages}
         forwarded.pop("expected_answer", None)
         if not record:
             return await self._forward("chat/completions", forwarded, request, has="message")
@@ -344,7 +328,7 @@ class ProxyRoutes:
         given = {"model": await self._backend.model_for(body.model, self._name), **body.sampling()}
         if (most := body.token_limit()[0]) is not None:
             given["max_tokens"] = most
-        return await self._responses.generate(messages, self._completer(given)(0), record, request)
+        return await self._service.respond_to_record(messages, self._completer(given), record, request)
 
     async def _graded(
         self, forwarded: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
@@ -366,27 +350,23 @@ class ProxyRoutes:
         lines = await cancel_on_disconnect(request, exits.enter_async_context(self._backend.stream(path, sent)))
         return EventStream(lines, exits)
 
-    def _completer(self, given: Mapping[str, Any]) -> Callable[[int], CompleteChat]:
-        """Makes the function that continues a conversation, for each choice; with a seed, choices differ."""
+    def _completer(self, given: Mapping[str, Any]) -> CompleteChat:
+        """The function that continues a conversation; with a seed, choices differ."""
 
-        def of_choice(choice: int) -> CompleteChat:
-            async def complete(messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
-                seed = given.get("seed")
-                seeded = {} if seed is None or choice == 0 else {"seed": (seed + choice) % 2**31}
-                body = {**given, **seeded, "messages": _as_sent(messages)}
-                found = await self._backend.completions("chat/completions", body, has="message")
-                choice_found = found["choices"][0]
-                usage = found.get("usage")
-                return Completion(
-                    content=str(choice_found["message"].get("content") or ""),
-                    finish_reason="length" if choice_found.get("finish_reason") == "length" else "stop",
-                    prompt_tokens=_count(usage, "prompt_tokens"),
-                    completion_tokens=_count(usage, "completion_tokens"),
-                )
+        async def complete(choice: int, messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
+            seed = given.get("seed")
+            seeded = {} if seed is None or choice == 0 else {"seed": (seed + choice) % 2**31}
+            body = {**given, **seeded, "messages": list(messages)}
+            found = await self._backend.completions("chat/completions", body, has="message")
+            first, usage = found["choices"][0], found.get("usage")
+            return Completion(
+                content=str(first["message"].get("content") or ""),
+                finish_reason="length" if first.get("finish_reason") == "length" else "stop",
+                prompt_tokens=_count(usage, "prompt_tokens"),
+                completion_tokens=_count(usage, "completion_tokens"),
+            )
 
-            return complete
-
-        return of_choice
+        return complete
 
 
 def as_json(value: Any) -> JSONResponse:
@@ -406,11 +386,6 @@ def _count(usage: Any, name: str) -> int:
     """A count of tokens; 0 if the backend reports none."""
     found = usage.get(name) if isinstance(usage, Mapping) else None
     return found if isinstance(found, int) else 0
-
-
-def _as_sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as JSON objects."""
-    return [dict(message) for message in messages]
 
 
 def add_forwarded_updates(app: FastAPI, backend: Backend, *, admin_key: str) -> None:

@@ -1,8 +1,6 @@
 """Renders conversations of OpenAI's API for a model, with tools, and reads the model's messages and their tool calls.
 
 Independent of the endpoint: whatever answers conversations with sampled tokens may use it.
-
-The functions of a request, and whether the model must call them.
 """
 
 from __future__ import annotations
@@ -73,7 +71,9 @@ def read_offered_tools(
     """
     must_call = requires_calls(tool_choice) and can_require
     try:
-        read = read_tools(tools, "tools") if tools is None or isinstance(tools, list) else _refuse_text(tools)
+        if not isinstance(tools, list | None):
+            raise DataError(f"tools is {type(tools).__name__}: expected a list of functions")
+        read = read_tools(tools, "tools")
     except DataError as error:
         raise ApiError(400, f"{error}.", param="tools") from error
     if len(read) > _MAX_TOOLS:
@@ -147,10 +147,6 @@ def _check_function(function: Mapping[str, Any], where: str, *, may_be_strict: b
         )
 
 
-def _refuse_text(tools: Any) -> list[Any]:
-    raise DataError(f"tools is {type(tools).__name__}: expected a list of functions")
-
-
 _IGNORED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "tool_calls")
 """Fields of messages that clients send back as they received them, and that change nothing if they are empty."""
 _FIELDS = {"assistant": ("name", "tool_calls"), "tool": ("name", "tool_call_id")}
@@ -171,7 +167,11 @@ class AssistantMessage:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["content"] = self.content or None
-            message["tool_calls"] = [_call_as_openai(call) for call in self.tool_calls]
+            message["tool_calls"] = []
+            for call in self.tool_calls:
+                arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                function = {"name": call["function"]["name"], "arguments": arguments}
+                message["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
         return message
 
 
@@ -315,12 +315,3 @@ def _with_leading_space(content: str, text: str) -> str:
     space = said[: len(said) - len(said.lstrip())]
     rest = content.removeprefix(thinking)
     return thinking + space + rest.lstrip() if space and rest and content.startswith(thinking) else content
-
-
-def _call_as_openai(call: ToolCall) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)},
-    }

@@ -1,36 +1,71 @@
-"""Answers of chat and `/generate`: the prompt config, rounds of code, and the comparison with an expected answer.
-
-A conversation with a local model, outside of HTTP.
-
-Fills a prompt config with the question of a request.
-"""
+"""Answers of chat and `/generate`: the prompt config, rounds of code, the comparison with an expected answer, and responses."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.errors import DataError, UserError
+from rl_core.errors import UserError
 from rl_core.event_loop import in_thread
-from rl_serve.chat_format import ChatFormat
-from rl_serve.choices import RowDeltas
-from rl_serve.code_rounds import CodeRunner, python_blocks
-from rl_serve.engine import EngineThread
+from rl_core.plugins.component import Kind
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_sandbox.config import SandboxConfig
+from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SessionInterface
+from rl_serve.conversation import PromptFiller
 from rl_serve.errors import ApiError
 from rl_serve.grading import Grader
-from rl_serve.requests import SamplingParameters
-from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, plan_sampling
-from rl_serve.served_model import ServedModel
+from rl_serve.requests import ChatRequest, ForwardedChatRequest
+from rl_serve.responses import (
+    DONE,
+    EventStream,
+    cancel_on_disconnect,
+    errors_as_events,
+    response_head,
+    server_sent_event,
+    token_counts,
+)
+from rl_serve.sampling import Limits
 from rl_serve.settings import ChatSettings
-from rl_serve.text import completion_text
 from rl_train.data.conversations import is_begun
-from rl_train.prompts.templates import PromptTemplate, load_prompt
+
+_PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "response_format", "continue_final_message")
+_BLOCK = re.compile(
+    r"^```[ \t]*(?:python|python3|py)[ \t]*\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE
+)
+
+
+@contextmanager
+def open_chat_service(settings: ChatSettings, *, of_run: bool = False) -> Iterator[ChatService]:
+    """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
+
+    Args:
+        settings: the settings.
+        of_run: whether a run is served, whose tasks are set with `use_tasks` when its config was read.
+
+    Raises:
+        UserError: the prompt config, the sandbox or the environment cannot be used.
+    """
+    code = CodeRunner(settings.sandbox, max_rounds=settings.max_code_rounds) if settings.code_execution else None
+    service = ChatService(
+        PromptFiller.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
+    )
+    try:
+        if not of_run:
+            service.use_tasks({})
+        yield service
+    finally:
+        service.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +79,8 @@ class Completion:
     completion_tokens: int
 
 
-CompleteChat = Callable[[Sequence[Mapping[str, Any]], int], Awaitable[Completion]]
-"""Continues a conversation; the second argument is the number of the round, from 0."""
+CompleteChat = Callable[[int, Sequence[Mapping[str, Any]], int], Awaitable[Completion]]
+"""Continues a conversation: the arguments are the number of the choice, the messages, and the number of the round, from 0."""
 
 
 class Answer:
@@ -158,16 +193,16 @@ class ChatService:
         for grader in self._graders.values():
             grader.close()
 
-    async def answer(self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat) -> Answer:
+    async def answer(self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, choice: int = 0) -> Answer:
         """The whole answer to a conversation."""
         answer = Answer()
-        async with aclosing(self.stream(messages, complete)) as parts:
+        async with aclosing(self.stream(messages, complete, choice)) as parts:
             async for part in parts:
                 answer.add(part)
         return answer
 
     async def stream(
-        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat
+        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, choice: int = 0
     ) -> AsyncGenerator[Completion | str, None]:
         """The messages of the model and, as text, the output of their code between them.
 
@@ -181,7 +216,7 @@ class ChatService:
         async with self.code.answer() if self.code is not None else nullcontext() as session:
             for number in range(most + 1):
                 try:
-                    completion = await complete(log, number)
+                    completion = await complete(choice, log, number)
                 except ApiError as error:
                     if number > 0 and error.code == "context_length_exceeded":
                         return
@@ -214,206 +249,215 @@ class ChatService:
             raise ApiError(400, f"expected_answer needs the environment {name!r}: {error}", param="expected_answer") from error
         return await grader.grade(messages, answer, record)
 
+    async def respond_to_record(
+        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, record: Mapping[str, Any], request: Request
+    ) -> Response:
+        """The response of `/generate`."""
 
-@contextmanager
-def open_chat_service(settings: ChatSettings, *, of_run: bool = False) -> Iterator[ChatService]:
-    """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
+        async def work() -> dict[str, Any]:
+            answer = await self.answer(messages, complete)
+            rounds = {} if self.code is None else {"code_rounds": answer.code_rounds}
+            return {
+                "generation": answer.text,
+                "num_generated_tokens": answer.completion_tokens,
+                "finish_reason": answer.finish_reason,
+                **rounds,
+                **await self.grade(messages, answer.last, record),
+            }
 
-    Args:
-        settings: the settings.
-        of_run: whether a run is served, whose tasks are set with `use_tasks` when its config was read.
+        return JSONResponse(await cancel_on_disconnect(request, work()))
+
+    async def respond(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        complete: CompleteChat,
+        body: ChatRequest | ForwardedChatRequest,
+        request: Request,
+        *,
+        model: str,
+        limits: Limits,
+    ) -> Response:
+        """The response of chat if answers may run code, or its stream, which has an event for each message and each output."""
+        n = body.n or 1
+        if n > limits.max_rows:
+            raise ApiError(400, f"n={n} exceeds the {limits.max_rows} completions of a request.", param="n")
+        if body.stream:
+            return await self._respond_with_events(messages, complete, body, request, model)
+
+        async def one(index: int) -> tuple[dict[str, Any], Answer]:
+            answer = await self.answer(messages, complete, index)
+            choice = {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text},
+                "finish_reason": answer.finish_reason,
+                "logprobs": None,
+                "code_rounds": answer.code_rounds,
+                **await self.grade(messages, answer.last, body.record()),
+            }
+            return choice, answer
+
+        found = await cancel_on_disconnect(request, _gathered([one(index) for index in range(n)]))
+        choices, answers = zip(*found, strict=True)
+        return JSONResponse({**response_head("chat.completion", model), "choices": list(choices), "usage": _usage(answers)})
+
+    async def _respond_with_events(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        complete: CompleteChat,
+        body: ChatRequest | ForwardedChatRequest,
+        request: Request,
+        model: str,
+    ) -> EventStream:
+        """The events; an error before the first message of the model has its own status."""
+        head = response_head("chat.completion.chunk", model)
+
+        def event(index: int, delta: Mapping[str, Any], reason: str | None = None) -> str:
+            choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+            return server_sent_event({**head, "choices": [choice]})
+
+        async def events() -> AsyncGenerator[str, None]:
+            answers = []
+            for index in range(body.n or 1):
+                answers.append(answer := Answer())
+                async with aclosing(self.stream(messages, complete, index)) as parts:
+                    async for part in parts:
+                        yield event(index, {"role": "assistant", "content": answer.add(part)})
+                yield event(index, {}, answer.finish_reason)
+            if body.has_usage:
+                yield server_sent_event({**head, "choices": [], "usage": _usage(answers)})
+            yield DONE
+
+        made = events()
+        exits = AsyncExitStack()
+        exits.push_async_callback(made.aclose)
+
+        try:
+            first = await cancel_on_disconnect(request, anext(made))
+        except BaseException:
+            await exits.aclose()
+            raise
+
+        async def all_events() -> AsyncGenerator[str, None]:
+            yield first
+            async for event in made:
+                yield event
+
+        return EventStream(errors_as_events(all_events()), exits)
+
+
+def refuse_with_code(body: Mapping[str, Any]) -> None:
+    """Refuse fields about single messages, which an answer with code consists of.
 
     Raises:
-        UserError: the prompt config, the sandbox or the environment cannot be used.
+        ApiError: names the first.
     """
-    code = CodeRunner(settings.sandbox, max_rounds=settings.max_code_rounds) if settings.code_execution else None
-    service = ChatService(
-        PromptFiller.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
-    )
+    for name in _PER_MESSAGE:
+        if body.get(name) and body[name] != {"type": "text"}:
+            raise ApiError(
+                400,
+                f"{name} cannot be used, because this server runs code (code_execution): an answer has several messages.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+async def _gathered(works: Sequence[Any]) -> list[Any]:
+    """The results of all; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        if not of_run:
-            service.use_tasks({})
-        yield service
+        return list(await asyncio.gather(*tasks))
     finally:
-        service.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Conversation:
-    """Messages so far, and how to sample the next.
-
-    Args:
-        model: the model.
-        engine: its engine.
-        system: the system message, if any.
-        temperature: 0 for greedy decoding; None for the engine's.
-        max_tokens: maximum number of tokens of an answer; None for the engine's.
-        filler: fills the first user message into a prompt config, if it has one.
-
-    Attributes:
-        cut_at: number of tokens at which a limit cut the last answer; None if it is complete.
-    """
-
-    def __init__(
-        self,
-        model: ServedModel,
-        engine: EngineThread,
-        *,
-        system: str | None = None,
-        temperature: float | None = None,
-        max_tokens: int | None = None,
-        filler: PromptFiller | None = None,
-    ) -> None:
-        self._model, self._engine = model, engine
-        self._chat = ChatFormat(model.tokenizer)
-        self._filler = filler or PromptFiller(None)
-        self.cut_at: int | None = None
-        self._system, self._temperature, self._max_tokens = system, temperature, max_tokens
-        self._messages: list[dict[str, Any]] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Remove all messages except the system message."""
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-
-    def answer(self, text: str, *, on_text: Callable[[str], None] | None = None) -> str:
-        """The model's answer to a message; the conversation keeps both.
-
-        Args:
-            text: the message.
-            on_text: called with each new part of the answer; an engine that streams no tokens has one part.
-
-        Raises:
-            ApiError: the conversation cannot be rendered or is too long, or the engine sampled the answer again after a part of
-                it was passed to `on_text`; the message is not kept.
-            WorkerError: the engine failed.
-        """
-        messages = [*self._messages, {"role": "user", "content": text}]
-        plan = plan_sampling(
-            self._model,
-            Limits(),
-            [self._chat.prompt(self._filler.conversation(messages))],
-            SamplingParameters(temperature=self._temperature),
-            max_tokens=self._max_tokens,
-            names=ParameterNames(max_tokens="--max-tokens"),
-        )
-        try:
-            answer = asyncio.run(self._sample(plan, on_text))
-        except DataError as error:
-            raise ApiError(400, str(error)) from error
-        self._messages = [*messages, {"role": "assistant", "content": answer}]
-        return answer
-
-    async def _sample(self, plan: SamplingPlan, on_text: Callable[[str], None] | None) -> str:
-        tokenizer = self._model.tokenizer
-        deltas = RowDeltas(tokenizer)
-        rows = self._engine.sample(plan.rows, greedy=plan.greedy, stream=on_text is not None)
-        async with aclosing(rows):
-            async for _, row in rows:
-                deltas.new_tokens(row)
-                if row.is_finished:
-                    self.cut_at = len(row.token_ids) if row.truncated else None
-                text = completion_text(tokenizer, row.token_ids, ()) if row.is_finished else deltas.stable_text(row.token_ids)
-                new = deltas.new_text(text, is_finished=row.is_finished)
-                if on_text is not None and new:
-                    on_text(new)
-        return deltas.sent
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    return token_counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))
 
 
-_QUESTION = ("question", "problem")
-"""Names of the question; each stands in for the other."""
+def python_blocks(text: str) -> list[str]:
+    """The contents of the complete fenced blocks that are marked as Python, in order."""
+    return [found["code"] for found in _BLOCK.finditer(text)]
 
 
-class PromptFiller:
-    """Makes messages of records, and fills the first user message of a conversation.
+class CodeRunner:
+    """Opens one session per answer; variables are kept between the rounds of an answer.
 
     Args:
-        template: the prompt config; without one, a question is the user message as it is.
+        config: where code runs, and its limits.
+        max_rounds: maximum number of rounds of an answer.
+
+    Raises:
+        SandboxUnavailableError: the isolation of this machine is weaker than required.
     """
 
-    def __init__(self, template: PromptTemplate | None) -> None:
-        self._template = template
+    def __init__(self, config: SandboxConfig, *, max_rounds: int) -> None:
+        self.max_rounds = max_rounds
+        component = Registry(discover()).find(Kind.SANDBOX, config.backend)
+        self._sandbox: SandboxInterface = component.load(expect=SandboxInterface)(config)
 
-    @classmethod
-    def load(cls, prompt_config: str | None, examples_type: str | None) -> PromptFiller:
-        """Load a prompt config by name or path; None for no prompt config.
+    def close(self) -> None:
+        """End all sessions and the sandbox."""
+        self._sandbox.close()
 
-        Raises:
-            DataError: there is no such prompt config, or it is invalid.
-        """
-        return cls(None if prompt_config is None else load_prompt(prompt_config, examples_type))
-
-    @property
-    def is_used(self) -> bool:
-        """Whether there is a prompt config."""
-        return self._template is not None
-
-    @property
-    def needs(self) -> list[str]:
-        """The fields that the prompt config needs."""
-        return [] if self._template is None else sorted(self._template.needs)
-
-    def example(self) -> list[dict[str, Any]]:
-        """The messages of a record that has the name of each field as its value."""
-        return self.record({name: f"{{{name}}}" for name in self.needs or ["question"]})
-
-    def record(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages of a record.
-
-        Raises:
-            ApiError: a field that the prompt config needs is missing or is not text.
-        """
-        given = {name: value for name, value in fields.items() if value is not None}
-        question = next((given[name] for name in _QUESTION if name in given), None)
-        if question is not None:
-            given = {**dict.fromkeys(_QUESTION, question), **given}
-        if self._template is None:
-            if not isinstance(question, str):
-                raise ApiError(400, "`question` is required.", param="question")
-            return [{"role": "user", "content": question}]
-        missing = sorted(self._template.needs - given.keys())
-        if missing:
-            raise ApiError(
-                400,
-                f"The prompt config {self._template.source} needs {', '.join(missing)}, but the request has "
-                f"{', '.join(sorted(fields)) or 'no fields'}.",
-                param=missing[0],
-            )
-        for name in sorted(self._template.needs):
-            if not isinstance(given[name], str | int | float):
-                raise ApiError(400, f"`{name}` must be a string or a number, because it fills the prompt config.", param=name)
-        return self._filled(given)
-
-    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation with its first user message filled into the prompt config.
-
-        Later messages stay as they are, so a conversation that grows keeps its beginning. The system message of the prompt
-        config is used if the conversation has none.
-
-        Raises:
-            ApiError: there is no user message, or the prompt config needs several fields.
-        """
-        log = [dict(message) for message in messages]
-        if self._template is None:
-            return log
-        first = next((number for number, message in enumerate(log) if message["role"] == "user"), None)
-        if first is None:
-            raise ApiError(400, "messages has no user message, which the prompt config needs.", param="messages")
-        needed = sorted(self._template.needs - set(_QUESTION))
-        if len(self._template.needs) > 1 and needed:
-            raise ApiError(
-                400,
-                f"The prompt config {self._template.source} needs {', '.join(needed)}: send these fields to /generate.",
-                param="messages",
-            )
-        text = log[first]["content"]
-        *system, user = self._filled({**dict.fromkeys((*_QUESTION, *needed), text)})
-        log[first] = {**log[first], "content": user["content"]}
-        has_own = any(message["role"] in ("system", "developer") for message in log)
-        return log if has_own else [*system, *log]
-
-    def _filled(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        assert self._template is not None
+    @asynccontextmanager
+    async def answer(self) -> AsyncIterator[CodeSession]:
+        """The session of one answer, which starts when the first code runs."""
+        session = CodeSession(self._sandbox)
         try:
-            return [dict(message) for message in self._template.fill(record, input_key="question")]
-        except DataError as error:
-            raise ApiError(400, f"The prompt cannot be filled: {error}.") from error
+            yield session
+        finally:
+            # Also if the client hung up: closing ends a program that is running.
+            await asyncio.shield(asyncio.to_thread(session.close))
+
+
+class CodeSession:
+    """The sandbox session of one answer.
+
+    Args:
+        sandbox: opens the session.
+    """
+
+    def __init__(self, sandbox: SandboxInterface) -> None:
+        self._sandbox = sandbox
+        self._session: SessionInterface | None = None
+        self._is_closed = False
+
+    async def run(self, blocks: list[str]) -> str:
+        """What the blocks print, as a fenced block; an error is part of the output.
+
+        Raises:
+            ApiError: the sandbox could not start a session.
+        """
+        try:
+            printed = await asyncio.to_thread(lambda: [self._run(code) for code in blocks])
+        except SandboxError as error:
+            raise ApiError(503, f"The sandbox failed: {error}", code="sandbox_failed") from error
+        output = "\n".join(text for text in printed if text).rstrip("\n") or "(no output)"
+        fence = "```" if "```" not in output else "````"
+        return f"{fence}output\n{output}\n{fence}"
+
+    def close(self) -> None:
+        """End the session."""
+        self._is_closed = True
+        if self._session is not None:
+            self._session.close()
+
+    def _run(self, code: str) -> str:
+        if self._session is None:
+            self._session = self._sandbox.open_session()
+            if self._is_closed:
+                self._session.close()
+        return _printed(self._session.run(code))
+
+
+def _printed(result: Result) -> str:
+    output = (result.stdout + result.stderr).rstrip("\n")
+    if result.truncated:
+        output += "\n(output was cut)"
+    if result.outcome is Outcome.TIMEOUT:
+        output += f"\n(stopped after {result.seconds:.0f} seconds)"
+    if result.outcome in (Outcome.KILLED, Outcome.LOST):
+        output += "\n(ended: it used too much memory or CPU time, or ended its own processes)"
+    return output.lstrip("\n")

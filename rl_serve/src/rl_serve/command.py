@@ -59,22 +59,29 @@ def serve(
         rlcore serve ++server.host=localhost ++server.port=5000 ++prompt_config=generic/math ++generate_port=7000
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
+    from rl_core.errors import ConfigError
     from rl_serve.edge import Address
     from rl_serve.sampling import Limits
-    from rl_serve.serving import refuse_without_model, serve_model, serve_proxy
-    from rl_serve.update_options import read_update_options, vllm_command
+    from rl_serve.serving import serve_model, serve_proxy
+    from rl_serve.weights_api import read_update_options, vllm_command
 
     target, overrides = _target_in(arguments or [])
     address = Address.of(host, 7000 if port is None else port)
     limits = Limits(max_concurrent_requests=max_concurrent)
     if target is None:
+        if not config and not overrides:
+            raise ConfigError(
+                "Nothing to serve: name a model or a run, or the server to forward to, such as ++server.host=localhost "
+                "++server.port=5000."
+            )
         model_options = {
             "--backend": backend is not None,
             "--best": best,
             "--allow-weight-updates": allow_weight_updates is not None,
             "--print-vllm-command": print_vllm_command,
         }
-        refuse_without_model(model_options, config or [], overrides)
+        for option in (option for option, is_given in model_options.items() if is_given):
+            raise ConfigError(f"{option} is an option of models and runs, but none is named. Remove it, or name one.")
         serve_proxy(config or [], overrides, address, has_port=port is not None, name=name, limits=limits)
         return
     updates = read_update_options(target, allow_weight_updates, is_for_vllm=print_vllm_command)

@@ -1,8 +1,7 @@
-"""Checks every request before FastAPI sees it: sender, size, number of requests at the same time, and slow clients.
+"""The edge of the server: its socket, HTTP connections, API keys, and limits of requests.
 
-Reads the bodies of requests: their size and nesting are limited, and large ones do not delay other requests.
-
-The socket, the API keys and the HTTP server of `rlcore serve`.
+What uvicorn does not do is done here: an error in JSON for each refused request, limits on headers that arrive in one piece, on
+bodies, and on the time that a client takes to send headers and body and to read the response.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_type_hints
 
@@ -44,6 +43,20 @@ _READ_BYTES = 64 * 1024
 """Bytes of the body of a rejected request that are read before the response."""
 _READ_S = 5.0
 """Time in which they are read, in seconds."""
+_LARGE_BYTES = 2**15
+"""Bodies of this size or more are read in a thread; smaller ones take less time than starting it."""
+_MAX_PROBLEMS = 10
+"""Number of problems of a body that are reported."""
+_MAX_CONTAINERS = 100_000
+"""Number of arrays and objects of a body, whose memory is many times that of their text."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_MAY_BE_INFINITE = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
+API_KEYS = "RLCORE_SERVE_API_KEYS"
+"""Environment variable with the accepted keys, separated by commas."""
+_DRAIN_S = 30
+"""Seconds that running requests may take after SIGTERM."""
+KEEP_ALIVE_S = 65
+"""Seconds that idle connections stay open. Longer than clients keep them, so that no client uses one that is being closed."""
 Check = Callable[[Scope], None]
 """Raises ApiError for a request that is refused before its body is read."""
 
@@ -104,7 +117,8 @@ class LimitsMiddleware:
                 async with asyncio.timeout_at(body_until):
                     message = await receive()
             except TimeoutError:
-                refusal = self._too_slow()
+                text = f"The body was not complete after {self._limits.body_timeout_s:g} s."
+                refusal = ApiError(408, text, code="request_timeout")
                 raise refusal from None
             received += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
@@ -145,12 +159,22 @@ class LimitsMiddleware:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._limits.max_body_bytes} bytes.", code="request_too_large")
 
-    def _too_slow(self) -> ApiError:
-        return ApiError(408, f"The body was not complete after {self._limits.body_timeout_s:g} s.", code="request_timeout")
-
 
 class SlowReaderError(Exception):
     """A client does not read its response."""
+
+
+async def _read_rest(receive: Receive) -> bool:
+    """Read a body: if a connection is closed with unread data, the client may lose the response. Returns whether it ended."""
+    received = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_READ_S):
+            while received < _READ_BYTES:
+                message = await receive()
+                received += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return True
+    return False
 
 
 def key_check(keys: Sequence[str]) -> Check:
@@ -200,29 +224,6 @@ def header_of(scope: Scope, name: bytes) -> bytes:
     """The last value of a header; empty if the header is missing."""
     value: bytes = dict(scope["headers"]).get(name, b"")
     return value
-
-
-async def _read_rest(receive: Receive) -> bool:
-    """Read a body: if a connection is closed with unread data, the client may lose the response. Returns whether it ended."""
-    received = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_READ_S):
-            while received < _READ_BYTES:
-                message = await receive()
-                received += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return True
-    return False
-
-
-_LARGE_BYTES = 2**15
-"""Bodies of this size or more are read in a thread; smaller ones take less time than starting it."""
-_MAX_PROBLEMS = 10
-"""Number of problems of a body that are reported."""
-_MAX_CONTAINERS = 100_000
-"""Number of arrays and objects of a body, whose memory is many times that of their text."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_MAY_BE_INFINITE = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
 
 
 class BodyRoute(APIRoute):
@@ -285,14 +286,6 @@ def read_body(model: type[BaseModel], content: bytes, content_type: str) -> Base
 
 def _containers(content: bytes) -> int:
     return content.count(b"[") + content.count(b"{")
-
-
-API_KEYS = "RLCORE_SERVE_API_KEYS"
-"""Environment variable with the accepted keys, separated by commas."""
-_DRAIN_S = 30
-"""Seconds that running requests may take after SIGTERM."""
-KEEP_ALIVE_S = 65
-"""Seconds that idle connections stay open. Longer than clients keep them, so that no client uses one that is being closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,17 +362,9 @@ def listening(address: Address) -> Iterator[socket.socket]:
 
 
 def run_server(app: Any, listener: socket.socket, address: Address, *, name: str) -> None:
-    """Serve an application until SIGTERM or Ctrl-C; running requests then have 30 seconds to finish.
-
-    Args:
-        app: the ASGI application.
-        listener: the socket.
-        address: its address, for the message.
-        name: what is served, for the message.
-    """
-    config = server_config(app)
-    found = Address(host=address.host, port=listener.getsockname()[1], api_keys=())
-    _Server(config, f"serving {name} on {found.url}/v1").run(sockets=[listener])
+    """Serve `name` until SIGTERM or Ctrl-C; running requests then have 30 seconds to finish."""
+    found = replace(address, port=listener.getsockname()[1])
+    _Server(server_config(app), f"serving {name} on {found.url}/v1").run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):

@@ -1,6 +1,6 @@
 """Runs a generation backend in a thread with its own event loop, so that sampling never blocks the HTTP server.
 
-Threads for work whose time grows with the text of a request, so that the event loop answers other clients meanwhile.
+Other threads tokenize and decode, whose time grows with the text of a request.
 """
 
 from __future__ import annotations
@@ -164,7 +164,16 @@ class EngineThread:
 
     async def _sample(self, batch: BatchedDataDict[Any], greedy: bool, put: Any) -> None:
         try:
-            await self._sample_rows(batch, greedy, put)
+            if self._batches is None:
+                try:
+                    await self._sample_rows(batch, greedy, put)
+                except NotSupportedError as error:
+                    _log.warning("the engine samples whole batches, one after the other: %s", error)
+                    self._batches = WholeBatches(self._generation)
+            if self._batches is not None:
+                output = await self._batches.generate(batch, greedy=greedy)
+                for index, length in enumerate(batch["input_lengths"].tolist()):
+                    put((index, _row_of(output, index, length)))
             self.death = None
         except (EngineDiedError, WorkerDiedError) as error:
             self.death = error
@@ -172,19 +181,10 @@ class EngineThread:
 
     async def _sample_rows(self, batch: BatchedDataDict[Any], greedy: bool, put: Any) -> None:
         lengths = batch["input_lengths"].tolist()
-        if self._batches is None:
-            try:
-                async for index, output in self._generation.generate_async(batch, greedy):
-                    if "unfinished" not in output:
-                        checked_generation(output, data=batch.slice(index, index + 1), generation=self._generation)
-                    put((index, _row_of(output, 0, lengths[index])))
-                return
-            except NotSupportedError as error:
-                _log.warning("the engine samples whole batches, one after the other: %s", error)
-                self._batches = WholeBatches(self._generation)
-        output = await self._batches.generate(batch, greedy=greedy)
-        for index, length in enumerate(lengths):
-            put((index, _row_of(output, index, length)))
+        async for index, output in self._generation.generate_async(batch, greedy):
+            if "unfinished" not in output:
+                checked_generation(output, data=batch.slice(index, index + 1), generation=self._generation)
+            put((index, _row_of(output, 0, lengths[index])))
 
 
 class WholeBatches:
@@ -214,31 +214,23 @@ class WholeBatches:
     async def _work(self) -> None:
         while self._waiting:
             first = self._waiting[0]
-            greedy = first.greedy
-            taken = [request for request in self._waiting if request.merges_with(first)]
+            requests = [request for request in self._waiting if request.merges_with(first)]
             self._waiting = [request for request in self._waiting if not request.merges_with(first)]
-            taken = [request for request in taken if not request.output.cancelled()]
-            if taken:
-                await self._run(taken, greedy)
-
-    async def _run(self, requests: Sequence[_Waiting], greedy: bool) -> None:
-        try:
-            outputs = await self._generated([request.batch for request in requests], greedy)
-        except Exception as error:  # every waiting request gets the error, which its own caller handles
-            for request in requests:
+            requests = [request for request in requests if not request.output.cancelled()]
+            if not requests:
+                continue
+            try:
+                merged: BatchedDataDict[Any] = BatchedDataDict.from_batches([request.batch for request in requests])
+                output = await asyncio.to_thread(generated, self._generation, merged, greedy=first.greedy)
+            except Exception as error:  # every waiting request gets the error, which its own caller handles
+                for request in requests:
+                    if not request.output.done():
+                        request.output.set_exception(error)
+                continue
+            ends = accumulate(request.batch.size for request in requests)
+            for request, end in zip(requests, ends, strict=True):
                 if not request.output.done():
-                    request.output.set_exception(error)
-            return
-        for request, output in zip(requests, outputs, strict=True):
-            if not request.output.done():
-                request.output.set_result(output)
-
-    async def _generated(self, batches: Sequence[BatchedDataDict[Any]], greedy: bool) -> list[BatchedDataDict[Any]]:
-        """The output of each batch, sampled together."""
-        merged: BatchedDataDict[Any] = BatchedDataDict.from_batches(batches)
-        output = await asyncio.to_thread(generated, self._generation, merged, greedy=greedy)
-        ends = list(accumulate(batch.size for batch in batches))
-        return [output.select_indices(list(range(end - batch.size, end))) for batch, end in zip(batches, ends, strict=True)]
+                    request.output.set_result(output.select_indices(list(range(end - request.batch.size, end))))
 
 
 @dataclass(frozen=True)

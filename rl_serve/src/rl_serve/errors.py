@@ -64,31 +64,33 @@ def model_not_found(name: str, known: Iterable[str]) -> ApiError:
 
 def add_error_handlers(app: FastAPI) -> None:
     """Return all errors of an application in the format of OpenAI's API."""
-    app.add_exception_handler(ApiError, _answer_api_error)
-    app.add_exception_handler(RequestValidationError, _answer_invalid_body)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_failure)
 
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> JSONResponse:
+        return error.response()
 
-async def _answer_api_error(_: Request, error: Exception) -> JSONResponse:
-    """FastAPI's handler of `ApiError`."""
-    assert isinstance(error, ApiError)
-    return error.response()
+    @app.exception_handler(RequestValidationError)
+    async def invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = []
+        params = []
+        for problem in error.errors():
+            if problem["type"] == "json_invalid":
+                where, reason = problem["loc"][-1], problem["ctx"]["error"]
+                return ApiError(400, f"Invalid JSON at character {where}: {reason}.", code="invalid_body").response()
+            path = _path_of(problem["loc"][1:], error.body, is_missing=problem["type"] == "missing")
+            reason = str(problem["msg"]).removeprefix("Value error, ")
+            params.append(path)
+            problems.append(f"{path}: {reason}" if path else reason)
+        return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
 
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
-async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    problems = []
-    params = []
-    for problem in error.errors():
-        if problem["type"] == "json_invalid":
-            where, reason = problem["loc"][-1], problem["ctx"]["error"]
-            return ApiError(400, f"Invalid JSON at character {where}: {reason}.", code="invalid_body").response()
-        path = _path_of(problem["loc"][1:], error.body, is_missing=problem["type"] == "missing")
-        reason = str(problem["msg"]).removeprefix("Value error, ")
-        params.append(path)
-        problems.append(f"{path}: {reason}" if path else reason)
-    return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
+    @app.exception_handler(Exception)
+    async def failure(_: Request, error: Exception) -> JSONResponse:
+        """An unexpected error, which the server logs."""
+        return ApiError(500, "The server failed. Its log has the details.").response()
 
 
 def _path_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
@@ -108,13 +110,3 @@ def _path_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
         if body is None:
             break
     return path.removeprefix(".")
-
-
-async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
-
-
-async def _answer_failure(_: Request, __: Exception) -> JSONResponse:
-    """The response to an unexpected error, which the server logs."""
-    return ApiError(500, "The server failed. Its log has the details.").response()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,8 +18,7 @@ from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
 from rl_core.plugins.component import Capability
 from rl_serve.chat_format import NO_TOOLS, ChatFormat, OfferedTools, read_messages, read_offered_tools, requires_calls
-from rl_serve.chat_responses import ChatResponses, refuse_with_code
-from rl_serve.chat_service import ChatService, CompleteChat, Completion
+from rl_serve.chat_service import ChatService, CompleteChat, Completion, refuse_with_code
 from rl_serve.choices import ChatChoices, Choices, CompletionChoices, usage
 from rl_serve.engine import EngineThread, SampledRow, TokenizerThreads
 from rl_serve.errors import ApiError
@@ -76,7 +75,6 @@ class LocalRoutes:
         self._updates = updates
         self._chat = ChatFormat(model.tokenizer)
         self._threads = TokenizerThreads()
-        self._responses = ChatResponses(service, limits, model.name)
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
         self._state = SharedCheck(
             lambda: in_thread(partial(read_engine_state, model.generation, engine.death), name="rl-serve-health")
@@ -121,7 +119,8 @@ class LocalRoutes:
         names = ParameterNames(prompt="messages", max_tokens=limit_name, top_logprobs="top_logprobs")
         if self._service.code is not None:
             refuse_with_code(body.model_dump())
-            return await self._responses.chat(messages, self._completer(body, most, names), body, request)
+            completer = self._completer(body, most, names)
+            return await self._service.respond(messages, completer, body, request, model=self._model.name, limits=self._limits)
         choices = await self._chat_choices(body, messages, max_tokens=most, names=names)
         if body.stream:
             return self._stream(body, choices)
@@ -136,8 +135,8 @@ class LocalRoutes:
         body.refuse_other_model(self._model.name)
         messages = self._service.prompts.record(record)
         most, limit_name = body.token_limit()
-        complete = self._completer(body, most, ParameterNames(prompt="question", max_tokens=limit_name))(0)
-        return await self._responses.generate(messages, complete, record, request)
+        complete = self._completer(body, most, ParameterNames(prompt="question", max_tokens=limit_name))
+        return await self._service.respond_to_record(messages, complete, record, request)
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
         """Sample from token ids; returns token ids and log-probabilities, without text."""
@@ -165,29 +164,24 @@ class LocalRoutes:
         identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
         return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
 
-    def _completer(
-        self, body: SamplingParameters, max_tokens: int | None, names: ParameterNames
-    ) -> Callable[[int], CompleteChat]:
-        """Makes the function that continues a conversation, for each choice."""
+    def _completer(self, body: SamplingParameters, max_tokens: int | None, names: ParameterNames) -> CompleteChat:
+        """The function that continues a conversation."""
         base = new_seed() if body.seed is None else body.seed
 
-        def of_choice(choice: int) -> CompleteChat:
-            async def complete(messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
-                seeded = body.model_copy(update={"seed": sample_seed(base, number, choice)})
-                prompt = await self._threads.run(self._prompt, messages)
-                plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
-                row = (await self._collect(plan))[0]
-                stops = plan.rows[0].stop_strings
-                return Completion(
-                    content=await self._threads.run(completion_text, self._model.tokenizer, row.token_ids, stops),
-                    finish_reason="length" if row.truncated else "stop",
-                    prompt_tokens=len(prompt),
-                    completion_tokens=len(row.token_ids),
-                )
+        async def complete(choice: int, messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
+            seeded = body.model_copy(update={"seed": sample_seed(base, number, choice)})
+            prompt = await self._threads.run(self._prompt, messages)
+            plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
+            row = (await self._collect(plan))[0]
+            stops = plan.rows[0].stop_strings
+            return Completion(
+                content=await self._threads.run(completion_text, self._model.tokenizer, row.token_ids, stops),
+                finish_reason="length" if row.truncated else "stop",
+                prompt_tokens=len(prompt),
+                completion_tokens=len(row.token_ids),
+            )
 
-            return complete
-
-        return of_choice
+        return complete
 
     def _messages_of(self, body: ChatRequest) -> list[dict[str, Any]]:
         self._check(body)
@@ -280,10 +274,7 @@ class LocalRoutes:
         return await cancel_on_disconnect(request, self._collect(plan))
 
     async def _collect(self, plan: SamplingPlan) -> dict[int, SampledRow]:
-        rows: dict[int, SampledRow] = {}
-        async for index, row in self._rows(plan):
-            rows[index] = row
-        return rows
+        return {index: row async for index, row in self._rows(plan)}
 
     async def _rows(self, plan: SamplingPlan, *, stream: bool = False) -> AsyncGenerator[tuple[int, SampledRow], None]:
         try:

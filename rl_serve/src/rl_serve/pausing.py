@@ -1,9 +1,7 @@
 """Pauses sampling while weights are updated: running requests finish, new ones are refused until the server resumes.
 
 A pause has a lease. The client that updates the weights renews it; if that client exits, the lease expires and others can use
-the server again.
-
-What `/health` reports: whether the replicas of an engine or the backend of a proxy answer.
+the server again. `/health` reports a pause, and whether the replicas of the engine or the backend of a proxy answer.
 """
 
 from __future__ import annotations
@@ -141,7 +139,6 @@ class PauseMiddleware:
 
 _ANSWER_S = 0.5
 """How long replicas may take to check their processes; one that is busy for longer counts as alive."""
-
 ResultT = TypeVar("ResultT")
 
 

@@ -100,7 +100,14 @@ def plan_sampling(
             f"temperature must be 0 (greedy) or at least {_MIN_TEMPERATURE:g}: smaller ones exceed the range of numbers.",
             param="temperature",
         )
-    options: dict[str, Any] = _penalties(model, parameters)
+    options: dict[str, Any] = parameters.penalties()
+    if missing := sorted(options.keys() - set(model.row_options)):
+        raise ApiError(
+            400,
+            f"The generation backend {model.backend!r} does not support {missing[0]}. Remove it.",
+            param=missing[0],
+            code="unsupported_parameter",
+        )
     if not greedy:
         options |= _own_sampling(model, parameters)
     if top_logprobs:
@@ -167,18 +174,6 @@ def refuse_many_rows(limits: Limits, prompts: int, n: int) -> None:
     """
     if prompts * n > limits.max_rows:
         raise ApiError(400, f"{prompts} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n")
-
-
-def _penalties(model: ServedModel, parameters: SamplingParameters) -> dict[str, Any]:
-    penalties = parameters.penalties()
-    if missing := sorted(penalties.keys() - set(model.row_options)):
-        raise ApiError(
-            400,
-            f"The generation backend {model.backend!r} does not support {missing[0]}. Remove it.",
-            param=missing[0],
-            code="unsupported_parameter",
-        )
-    return penalties
 
 
 def _own_sampling(model: ServedModel, parameters: SamplingParameters) -> dict[str, float]:

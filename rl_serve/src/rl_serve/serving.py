@@ -1,9 +1,4 @@
-"""Runs the server of `rlcore serve`: for a model or a run, or as a proxy.
-
-The HTTP application: routes of OpenAI's API over a local engine or a backend server.
-
-`GET /v1/models` and `GET /v1/models/{model}`.
-"""
+"""Runs the server of `rlcore serve`: the HTTP application of OpenAI's API over a local engine, or over another server."""
 
 from __future__ import annotations
 
@@ -19,7 +14,8 @@ from fastapi import FastAPI
 
 from rl_core.errors import ConfigError
 from rl_serve.backend import Backend, ProxyRoutes, add_forwarded_updates
-from rl_serve.chat_service import ChatService, PromptFiller, open_chat_service
+from rl_serve.chat_service import ChatService, open_chat_service
+from rl_serve.conversation import PromptFiller
 from rl_serve.edge import (
     Address,
     BodyRoute,
@@ -36,8 +32,7 @@ from rl_serve.local_routes import LocalRoutes
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel, is_run, started_model
 from rl_serve.settings import ServeSettings, load_chat_settings, load_settings, split_overrides
-from rl_serve.update_options import UpdateOptions, admin_key_of_environment
-from rl_serve.weights_api import WeightUpdates, add_weight_updates
+from rl_serve.weights_api import UpdateOptions, WeightUpdates, add_weight_updates, admin_key_of_environment
 
 PROXY_NAME = "nemo-skills"
 """Default name of a proxy's model."""
@@ -89,34 +84,11 @@ def serve_model(
                 api_keys=address.api_keys,
                 service=service,
                 is_local=not address.api_keys,
-                updates=updates
-                if updates is None
-                else WeightUpdates(model.generation, engine, updates.folder, updates.admin_key),
+                updates=None if updates is None else WeightUpdates(model.generation, engine, updates.folder, updates.admin_key),
             )
             run_server(app, listener, address, name=model.name)
         finally:
             engine.close()
-
-
-def refuse_without_model(options: Mapping[str, bool], files: list[Path], overrides: list[str]) -> None:
-    """Refuse a command that names neither a model nor a server, or that has options of models without one.
-
-    Args:
-        options: whether each option of models is given.
-        files: files with settings.
-        overrides: overrides of settings.
-
-    Raises:
-        ConfigError: names what is missing or which option to remove.
-    """
-    if not files and not overrides:
-        raise ConfigError(
-            "Nothing to serve: name a model or a run, or the server to forward to, such as ++server.host=localhost "
-            "++server.port=5000."
-        )
-    for option, is_given in options.items():
-        if is_given:
-            raise ConfigError(f"{option} is an option of models and runs, but none is named. Remove it, or name one.")
 
 
 def serve_proxy(
@@ -241,10 +213,10 @@ def create_proxy_app(
     Args:
         backend: the server that requests are forwarded to; closed with the application.
         name: name of the proxy's model.
-        limits: the server's limits.
-        api_keys: accepted keys; without any, requests need no key.
-        service: what chat and `/generate` do with prompts and answers; by default nothing.
-        is_local: refuse requests that name another host than this machine.
+        limits: as in `create_app`.
+        api_keys: as in `create_app`.
+        service: as in `create_app`.
+        is_local: as in `create_app`.
         admin_key: forward weight updates that have this key.
     """
     routes = ProxyRoutes(backend, name, limits, service or ChatService())

@@ -13,7 +13,7 @@ from rl_core.errors import UserError
 from rl_train.run_folders.run_names import completed_runs, text_of_run
 
 if TYPE_CHECKING:
-    from rl_serve.chat_service import Conversation, PromptFiller
+    from rl_serve.conversation import Conversation, PromptFiller
     from rl_serve.served_model import ServedModel
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -67,7 +67,7 @@ def chat(
         rlcore chat path/to/model --backend hf --greedy
         echo "12+34=" | rlcore chat examples/addition/model --backend hf
     """
-    from rl_serve.chat_service import Conversation, PromptFiller
+    from rl_serve.conversation import Conversation, PromptFiller
     from rl_serve.engine import EngineThread
     from rl_serve.served_model import started_model
 
@@ -93,7 +93,7 @@ def chat(
 
 def _prompt_of(model: ServedModel) -> tuple[str | None, PromptFiller]:
     """System message and prompt config of the run's training data, which are printed; neither if it has several."""
-    from rl_serve.chat_service import PromptFiller
+    from rl_serve.conversation import PromptFiller
 
     if len(model.prompts) != 1:
         if model.prompts:

@@ -56,8 +56,8 @@ def partial_start(text: str, string: str) -> int:
 class IncrementalText:
     """Decodes one completion as its tokens arrive: only characters that later tokens cannot change.
 
-    Not with `tokenizers.decoders.DecodeStream`: one invalid byte token changes the text of those before it, so that class raises
-    for every fourth list of random ids, and for some others it returns a text that differs from that of all tokens.
+    Not with `tokenizers.decoders.DecodeStream`: one invalid byte token changes the text of those before it, so it raises for
+    every fourth list of random ids, and for some others it returns a text that differs from that of all tokens.
 
     Args:
         tokenizer: a Transformers tokenizer.
