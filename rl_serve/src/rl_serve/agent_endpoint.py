@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,11 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class AgentEndpoint(ModelServer):
-    """A server on a free port of the loopback interface, in a thread of the driver process.
-
-    Args:
-        settings: describes the engine.
-    """
+    """A server on a free port of the loopback interface, in a thread of the driver process; `settings` describe the engine."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._routes = AgentRoutes(settings)
@@ -92,9 +88,6 @@ class AgentEndpoint(ModelServer):
 
 class AgentRoutes:
     """The handlers.
-
-    Args:
-        settings: describes the engine.
 
     Attributes:
         turns: samples the turns of each rollout, by the digest of its key, because the time of a look-up depends on it.
@@ -170,11 +163,9 @@ class AgentRoutes:
                 yield 0, row_of(turn, is_finished=is_last)
 
         begun, is_finished = await cancel_on_disconnect(request, anext(arrivals))
-        exits = AsyncExitStack()
-        exits.push_async_callback(arrivals.aclose)
         model, threads = self._settings.model, self._threads
         events = choices(begun).events(rows(), model=model, threads=threads, has_usage=has_usage)
-        return EventStream(errors_as_events(events), exits)
+        return EventStream(errors_as_events(events), aclosing(arrivals))
 
     def _turns_of(self, scope: Scope) -> TurnSource:
         turns = self.turns.get(_digest(bearer_key(scope)))

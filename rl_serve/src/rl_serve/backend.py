@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -140,15 +140,13 @@ class Backend:
         """The backend's response to a request of a weight update, which is sent once; raises as `completions`."""
         return await self._admin.once("POST", path, body, timeout_s=self.section.timeout_s)
 
-    @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[AsyncGenerator[bytes, None]]:
         """The lines of the backend's stream, each with its line break.
 
         Raises:
             ApiError: as `completions`. A failure after the first line becomes an event with the error.
         """
-        async with self._client_of(path).stream(path.removeprefix("/"), body) as lines:
-            yield lines
+        return self._client_of(path).stream(path.removeprefix("/"), body)
 
     def _client_of(self, path: str) -> _Client:
         return self._root if path.startswith("/") else self._client
@@ -265,14 +263,7 @@ _NOT_FORWARDED = ("expected_answer", "n", "stream", "stream_options")
 
 
 class ProxyRoutes:
-    """The handlers.
-
-    Args:
-        backend: the server that requests are forwarded to.
-        name: the proxy's name for the backend's model.
-        limits: the server's limits.
-        service: what chat and `/generate` do with prompts and answers.
-    """
+    """The handlers; the arguments are those of `create_proxy_app`."""
 
     def __init__(self, backend: Backend, name: str, limits: Limits, service: ChatService) -> None:
         self._backend, self._name, self._limits, self._service = backend, name, limits, service

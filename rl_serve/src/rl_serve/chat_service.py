@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,89 +43,6 @@ _PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "respon
 _BLOCK = re.compile(
     r"^```[ \t]*(?:python|python3|py)[ \t]*\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE
 )
-
-
-@contextmanager
-def open_chat_service(settings: ChatSettings, *, of_run: bool = False) -> Iterator[ChatService]:
-    """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
-
-    Args:
-        settings: the settings.
-        of_run: whether a run is served, whose tasks are set with `use_tasks` when its config was read.
-
-    Raises:
-        UserError: the prompt config, the sandbox or the environment cannot be used.
-    """
-    code = CodeRunner(settings.sandbox, max_rounds=settings.max_code_rounds) if settings.code_execution else None
-    service = ChatService(
-        PromptFiller.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
-    )
-    try:
-        if not of_run:
-            service.use_tasks({})
-        yield service
-    finally:
-        service.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One message of the model."""
-
-    content: str
-    finish_reason: str
-    """`stop` or `length`."""
-    prompt_tokens: int
-    completion_tokens: int
-
-
-CompleteChat = Callable[[int, Sequence[Mapping[str, Any]], int], Awaitable[Completion]]
-"""Continues a conversation: the arguments are the number of the choice, the messages, and the number of the round, from 0."""
-
-
-class Answer:
-    """The messages of the model so far, with the output of their code between them."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._completions: list[Completion] = []
-
-    def add(self, part: Completion | str) -> str:
-        """Add a message, or the output of its code; returns what is new in the text."""
-        separator = "\n\n" if self._texts else ""
-        self._texts.append(part if isinstance(part, str) else part.content)
-        self._completions += [] if isinstance(part, str) else [part]
-        return separator + self._texts[-1]
-
-    @property
-    def text(self) -> str:
-        """All messages and outputs."""
-        return "\n\n".join(self._texts)
-
-    @property
-    def last(self) -> str:
-        """The last message, which has the final answer."""
-        return self._completions[-1].content
-
-    @property
-    def finish_reason(self) -> str:
-        """That of the last message; `length` if there was no space for a message after the last output."""
-        return "length" if self.code_rounds == len(self._completions) else self._completions[-1].finish_reason
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the first prompt."""
-        return self._completions[0].prompt_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of all messages."""
-        return sum(completion.completion_tokens for completion in self._completions)
-
-    @property
-    def code_rounds(self) -> int:
-        """Number of times that code was run."""
-        return len(self._texts) - len(self._completions)
 
 
 class ChatService:
@@ -328,13 +245,10 @@ class ChatService:
             yield DONE
 
         made = events()
-        exits = AsyncExitStack()
-        exits.push_async_callback(made.aclose)
-
         try:
             first = await cancel_on_disconnect(request, anext(made))
         except BaseException:
-            await exits.aclose()
+            await made.aclose()
             raise
 
         async def all_events() -> AsyncGenerator[str, None]:
@@ -342,7 +256,43 @@ class ChatService:
             async for event in made:
                 yield event
 
-        return EventStream(errors_as_events(all_events()), exits)
+        return EventStream(errors_as_events(all_events()), aclosing(made))
+
+
+async def _gathered(works: Sequence[Any]) -> list[Any]:
+    """The results of all; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    return token_counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))
+
+
+@contextmanager
+def open_chat_service(settings: ChatSettings, *, of_run: bool = False) -> Iterator[ChatService]:
+    """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
+
+    The tasks of a run are set with `use_tasks` when its config was read.
+
+    Raises:
+        UserError: the prompt config, the sandbox or the environment cannot be used.
+    """
+    code = CodeRunner(settings.sandbox, max_rounds=settings.max_code_rounds) if settings.code_execution else None
+    service = ChatService(
+        PromptFiller.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
+    )
+    try:
+        if not of_run:
+            service.use_tasks({})
+        yield service
+    finally:
+        service.close()
 
 
 def refuse_with_code(body: Mapping[str, Any]) -> None:
@@ -361,19 +311,64 @@ def refuse_with_code(body: Mapping[str, Any]) -> None:
             )
 
 
-async def _gathered(works: Sequence[Any]) -> list[Any]:
-    """The results of all; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One message of the model."""
+
+    content: str
+    finish_reason: str
+    """`stop` or `length`."""
+    prompt_tokens: int
+    completion_tokens: int
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
-    return token_counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))
+CompleteChat = Callable[[int, Sequence[Mapping[str, Any]], int], Awaitable[Completion]]
+"""Continues a conversation: the arguments are the number of the choice, the messages, and the number of the round, from 0."""
+
+
+class Answer:
+    """The messages of the model so far, with the output of their code between them."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._completions: list[Completion] = []
+
+    def add(self, part: Completion | str) -> str:
+        """Add a message, or the output of its code; returns what is new in the text."""
+        separator = "\n\n" if self._texts else ""
+        self._texts.append(part if isinstance(part, str) else part.content)
+        self._completions += [] if isinstance(part, str) else [part]
+        return separator + self._texts[-1]
+
+    @property
+    def text(self) -> str:
+        """All messages and outputs."""
+        return "\n\n".join(self._texts)
+
+    @property
+    def last(self) -> str:
+        """The last message, which has the final answer."""
+        return self._completions[-1].content
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the last message; `length` if there was no space for a message after the last output."""
+        return "length" if self.code_rounds == len(self._completions) else self._completions[-1].finish_reason
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the first prompt."""
+        return self._completions[0].prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all messages."""
+        return sum(completion.completion_tokens for completion in self._completions)
+
+    @property
+    def code_rounds(self) -> int:
+        """Number of times that code was run."""
+        return len(self._texts) - len(self._completions)
 
 
 def python_blocks(text: str) -> list[str]:
@@ -382,11 +377,7 @@ def python_blocks(text: str) -> list[str]:
 
 
 class CodeRunner:
-    """Opens one session per answer; variables are kept between the rounds of an answer.
-
-    Args:
-        config: where code runs, and its limits.
-        max_rounds: maximum number of rounds of an answer.
+    """Opens one session per answer; variables are kept between the at most `max_rounds` rounds of an answer.
 
     Raises:
         SandboxUnavailableError: the isolation of this machine is weaker than required.
@@ -413,11 +404,7 @@ class CodeRunner:
 
 
 class CodeSession:
-    """The sandbox session of one answer.
-
-    Args:
-        sandbox: opens the session.
-    """
+    """The sandbox session of one answer."""
 
     def __init__(self, sandbox: SandboxInterface) -> None:
         self._sandbox = sandbox

@@ -126,13 +126,14 @@ class Choices(ABC):
         if self.token_ids:
             common["token_ids"] = row.token_ids
             if not row.before:
-                common["prompt_token_ids"] = self.plan.prompts[index // self.plan.n]
+                common["prompt_token_ids"] = list(self.plan.rows[index].prompt)
         return common
 
 
 def usage(plan: SamplingPlan, rows: Mapping[int, SampledRow]) -> dict[str, int]:
     """Token counts; a prompt counts once."""
-    return token_counts(sum(map(len, plan.prompts)), sum(len(row.token_ids) for row in rows.values()))
+    prompt = sum(len(row.prompt) for row in plan.rows[:: plan.n])
+    return token_counts(prompt, sum(len(row.token_ids) for row in rows.values()))
 
 
 @dataclass(kw_only=True)
@@ -206,7 +207,7 @@ class ChatChoices(Choices):
         return self.chat.answer(
             row.token_ids,
             self.text(index, row),
-            prompt=self.plan.prompts[0],
+            prompt=self.plan.rows[index].prompt,
             messages=self.messages,
             tools=self.tools,
             complete=not row.truncated,
@@ -248,12 +249,7 @@ class ChatChoices(Choices):
 
 
 class RowDeltas:
-    """What is new in one completion each time that it arrives.
-
-    Args:
-        tokenizer: decodes tokens.
-        stop_strings: strings that end the text.
-    """
+    """What is new in one completion, whose text ends at stop strings, each time that it arrives."""
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
         self._text = IncrementalText(tokenizer)

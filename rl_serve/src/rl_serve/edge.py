@@ -62,13 +62,7 @@ Check = Callable[[Scope], None]
 
 
 class LimitsMiddleware:
-    """ASGI middleware.
-
-    Args:
-        app: the application.
-        limits: the server's limits.
-        checks: called in order for every request.
-    """
+    """ASGI middleware that applies limits to every request, and checks in their order."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, checks: Sequence[Check] = ()) -> None:
         self._app, self._limits, self._checks = app, limits, checks
@@ -381,12 +375,7 @@ class _Server(uvicorn.Server):
 
 
 def server_config(app: Any, *, drain_s: int = _DRAIN_S) -> uvicorn.Config:
-    """The settings of an HTTP server with limits on headers and idle connections.
-
-    Args:
-        app: the ASGI application.
-        drain_s: seconds that running requests may take after the end.
-    """
+    """The settings of an HTTP server with limits on headers and idle connections, and on the time of requests after its end."""
     return uvicorn.Config(
         app,
         log_level="warning",

@@ -188,11 +188,7 @@ class EngineThread:
 
 
 class WholeBatches:
-    """Merges requests into batches for an engine that only answers whole batches. Used from one event loop.
-
-    Args:
-        generation: the engine.
-    """
+    """Merges requests into batches for an engine that only answers whole batches. Used from one event loop."""
 
     def __init__(self, generation: GenerationInterface) -> None:
         self._generation = generation

@@ -53,15 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class LocalRoutes:
-    """The handlers.
-
-    Args:
-        model: the served model.
-        engine: its engine.
-        limits: the server's limits.
-        service: what chat and `/generate` do with prompts and answers.
-        updates: replaces the weights, if that is allowed.
-    """
+    """The handlers; the arguments are those of `create_app`."""
 
     def __init__(
         self,

@@ -107,13 +107,9 @@ class Pause:
 
 
 class PauseMiddleware:
-    """ASGI middleware that counts sampling requests and refuses them in a pause.
+    """ASGI middleware that counts sampling requests and refuses them in a pause, except those of `open_paths`.
 
-    Args:
-        app: the application.
-        pause: shared with the endpoints that pause the server.
-        end_expired: ends a pause whose lease has expired.
-        open_paths: paths that are never refused.
+    `end_expired` ends a pause whose lease has expired.
     """
 
     def __init__(
@@ -143,11 +139,7 @@ ResultT = TypeVar("ResultT")
 
 
 class SharedCheck(Generic[ResultT]):
-    """Answers requests that arrive during a check with its result: `/health` needs no key, and a check may take long.
-
-    Args:
-        check: the check.
-    """
+    """Answers requests that arrive during a check with its result: `/health` needs no key, and a check may take long."""
 
     def __init__(self, check: Callable[[], Awaitable[ResultT]]) -> None:
         self._check = check

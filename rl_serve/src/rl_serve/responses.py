@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -44,22 +44,18 @@ def server_sent_event(body: Mapping[str, Any]) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events.
-
-    Args:
-        events: the events; closed at the end, also if the client was gone before the first one.
-        exits: closed after them.
-    """
+    """A stream of events. They are closed at its end, also if the client was gone before the first one; then `source` exits."""
 
     def __init__(
-        self, events: AsyncGenerator[str, None] | AsyncGenerator[bytes, None], exits: AsyncExitStack | None = None
+        self,
+        events: AsyncGenerator[str, None] | AsyncGenerator[bytes, None],
+        source: AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._exits = AsyncExitStack() if exits is None else exits
-        self._exits.push_async_callback(events.aclose)
+        self._events, self._source = events, source or nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._exits:
+        async with self._source, aclosing(self._events):
             await super().__call__(scope, receive, send)
 
 

@@ -57,11 +57,6 @@ class SamplingPlan:
     """Completions per prompt."""
     names: ParameterNames = field(default_factory=ParameterNames)
 
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Token ids of each prompt."""
-        return [list(row.prompt) for row in self.rows[:: self.n]]
-
 
 def plan_sampling(
     model: ServedModel,

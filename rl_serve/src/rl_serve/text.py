@@ -58,9 +58,6 @@ class IncrementalText:
 
     Not with `tokenizers.decoders.DecodeStream`: one invalid byte token changes the text of those before it, so it raises for
     every fourth list of random ids, and for some others it returns a text that differs from that of all tokens.
-
-    Args:
-        tokenizer: a Transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -100,10 +97,7 @@ class IncrementalText:
 def token_texts(tokenizer: Any, token_ids: Sequence[int], *, before: Sequence[int] = ()) -> list[str]:
     """The text of each token, with the space before a word; a part of a character is a replacement character.
 
-    Args:
-        tokenizer: a Transformers tokenizer.
-        token_ids: sampled tokens.
-        before: the tokens of the completion before them. The first word of a completion has no space in many vocabularies.
+    `before` are the tokens of the completion before them: the first word of a completion has no space in many vocabularies.
     """
     [*texts] = (text for [text] in candidate_texts(tokenizer, [[token] for token in token_ids], token_ids, before=before))
     return texts
@@ -112,14 +106,7 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int], *, before: Sequence[in
 def candidate_texts(
     tokenizer: Any, candidates: Sequence[Sequence[int]], token_ids: Sequence[int], *, before: Sequence[int] = ()
 ) -> list[list[str]]:
-    """The texts of tokens that could have been sampled at each position, as `token_texts`.
-
-    Args:
-        tokenizer: a Transformers tokenizer.
-        candidates: tokens at each position.
-        token_ids: the sampled token at each position.
-        before: the tokens of the completion before them.
-    """
+    """The texts of tokens that could have been sampled at the position of each sampled token, as `token_texts`."""
     hidden = hidden_tokens(tokenizer)
     begins = all(token in hidden for token in before)
     texts = []
@@ -131,13 +118,7 @@ def candidate_texts(
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
-    """The bytes of a token, which may be a part of a character; None if the vocabulary does not show them.
-
-    Args:
-        tokenizer: a Transformers tokenizer.
-        token: the token.
-        text: its text, from `token_texts`.
-    """
+    """The bytes of a token with this text, which may be a part of a character; None if the vocabulary does not show them."""
     if _REPLACEMENT not in text:
         return list(text.encode())
     name = tokenizer.convert_ids_to_tokens(token)

@@ -291,13 +291,9 @@ def admin_key_of_environment() -> str | None:
 def read_update_options(target: str, folder: Path | None, *, is_for_vllm: bool = False) -> UpdateOptions | None:
     """Check `--allow-weight-updates`; None without it.
 
-    Args:
-        target: the served model or run.
-        folder: value of the option.
-        is_for_vllm: whether the command of vLLM's own server is printed.
-
     Raises:
-        ConfigError: the folder does not exist, there is no admin key, or a run is served.
+        ConfigError: the folder does not exist, there is no admin key although this is not for vLLM's own server, or a run is
+            served.
     """
     if folder is None:
         if is_for_vllm:
