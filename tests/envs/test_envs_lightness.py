@@ -21,6 +21,11 @@ def test_the_grading_process_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_only_the_grading_process_imports_sympy():
+    code = "import sys, rl_envs.arithmetic, rl_envs.math.environment; print('sympy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_all_exported_names_exist():
     assert [getattr(rl_envs, name).__name__ for name in rl_envs.__all__] == rl_envs.__all__
 

@@ -1,6 +1,6 @@
 """Config sections of the environments, and of the datasets that generate their records. Lightweight imports only.
 
-Environments for data of any source come first, then those with a dataset of their own.
+Environments for data of any source come first, then those that have a dataset here.
 """
 
 from __future__ import annotations
