@@ -25,7 +25,7 @@ from rl_core.errors import RLCoreError
 from rl_core.testing.outputs.models import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.source import Selection
-from rl_train.rollouts.trajectory import join_segments, optimizer_batches, split_segments
+from rl_train.rollouts.trajectory import join_segments, optimizer_batches, rollout_means, split_segments
 from rl_train.run import Run
 from rl_train.validate import validate as validate
 from rl_train.weight_versions import stale_mask
@@ -131,9 +131,6 @@ def optimize(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]]
 
 def log(run: Run, batch: Batch, step: int) -> None:
     """Write the rollouts of the step, with the mean advantage of each if the batch has `advantages`."""
-    trained = batch["token_mask"] > 0
-    advantages = None
-    if "advantages" in batch:
-        advantages = torch.where(trained, batch["advantages"], 0.0).sum(-1) / trained.sum(-1).clamp(min=1)
-    logprobs = split_segments(batch).get("prev_logprobs")
-    run.log_rollouts(rollout_records(run.trajectories, advantages, logprobs), step)
+    rows = split_segments(batch)
+    advantages = rollout_means(rows["advantages"], rows) if "advantages" in rows else None
+    run.log_rollouts(rollout_records(run.trajectories, advantages, rows.get("prev_logprobs")), step)

@@ -379,6 +379,20 @@ def split_segments(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     return rows
 
 
+def rollout_means(values: torch.Tensor, batch: BatchedDataDict[Any]) -> torch.Tensor:
+    """[R] mean over the trained tokens of each rollout, 0.0 if it has none.
+
+    Args:
+        values: [B, T].
+        batch: B rows, one for each segment.
+    """
+    trained = batch["token_mask"] > 0
+    sums, counts = torch.where(trained, values, 0.0).sum(-1), trained.sum(-1)
+    rollouts = rows_of_rollouts(batch)
+    totals = torch.stack([sums[rows].sum() for rows in rollouts])
+    return totals / torch.stack([counts[rows].sum() for rows in rollouts]).clamp(min=1)
+
+
 def optimizer_batches(
     batch: BatchedDataDict[Any], rollouts_per_update: int | None, *, multiple_of: int
 ) -> tuple[BatchedDataDict[Any], int | None]:
