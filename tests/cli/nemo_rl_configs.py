@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 from rl_train.config.loader import load_config
 from rlcore_cli.importing.apply import import_config
-from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 from rlcore_cli.main import app
 
 BASE = """\
@@ -273,7 +272,7 @@ def run(*arguments):
 
 def ours_of(folder, tmp_path, name, *overrides):
     """The imported config, validated and loaded."""
-    imported = import_config(folder / name, NEMO_RL)
+    imported = import_config(folder / name)
     (tmp_path / "ours.yaml").write_text(imported.to_yaml())
     return load_config(tmp_path / "ours.yaml", overrides).run, {line.key: line for line in imported.lines}
 
@@ -288,7 +287,7 @@ def imported_with(folder, tmp_path, changes, base="grpo.yaml"):
             holder = holder.setdefault(part, {})
         holder[last] = value
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(tree))
-    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    imported = import_config(tmp_path / "theirs.yaml")
     (tmp_path / "ours.yaml").write_text(imported.to_yaml())
     return imported, {line.key: line for line in imported.lines}
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
 from rlcore_cli.importing.apply import describe, import_config
-from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 from rlcore_cli.main import app
 
 
@@ -28,13 +27,13 @@ def test_every_key_of_a_nemo_rl_config_is_listed_exactly_once(nemo_rl, name):
         merged = OmegaConf.merge(merged, OmegaConf.load(nemo_rl / file))
     merged.pop("defaults", None)
     expected = leaves(OmegaConf.to_container(merged))
-    listed = [line.key for line in import_config(nemo_rl / name, NEMO_RL).lines if line.location is not None]
+    listed = [line.key for line in import_config(nemo_rl / name).lines if line.location is not None]
     assert sorted(listed) == sorted(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_line_has_the_source_location_of_its_key(nemo_rl, name):
-    for line in import_config(nemo_rl / name, NEMO_RL).lines:
+    for line in import_config(nemo_rl / name).lines:
         if line.location is None:
             assert "(framework default)" in describe(line)
             continue
@@ -86,7 +85,7 @@ def test_a_file_that_is_not_a_nemo_rl_config_is_a_user_error(tmp_path, text, say
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        import_config(path, NEMO_RL)
+        import_config(path)
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
     assert isinstance(run(path).exception, ConfigError)
@@ -95,7 +94,7 @@ def test_a_file_that_is_not_a_nemo_rl_config_is_a_user_error(tmp_path, text, say
 def test_an_rlcore_config_is_rejected(tmp_path):
     (tmp_path / "ours.yaml").write_text("grpo: {max_num_steps: 3}\npolicy: {backend: hf, model_name: acme/small}\n")
     with pytest.raises(ConfigError, match=r"is already an rlcore config: it sets policy\.backend"):
-        import_config(tmp_path / "ours.yaml", NEMO_RL)
+        import_config(tmp_path / "ours.yaml")
 
 
 def test_an_existing_output_file_is_not_overwritten(nemo_rl, tmp_path):
@@ -109,7 +108,7 @@ ODD = st.sampled_from([None, True, False, 0, -1, 3, 0.5, "", "text", "???", [], 
 
 @pytest.fixture(scope="module")
 def known(nemo_rl):
-    return [line.key for name in (*NAMES, "hub.yaml") for line in import_config(nemo_rl / name, NEMO_RL).lines]
+    return [line.key for name in (*NAMES, "hub.yaml") for line in import_config(nemo_rl / name).lines]
 
 
 @pytest.mark.slow
@@ -125,6 +124,6 @@ def test_values_of_any_type_are_listed_without_a_traceback(known, tmp_path, data
         if isinstance(holder, dict):
             holder[last] = data.draw(ODD)
     (tmp_path / "odd.yaml").write_text(yaml.safe_dump(theirs))
-    imported = import_config(tmp_path / "odd.yaml", NEMO_RL)
+    imported = import_config(tmp_path / "odd.yaml")
     assert sorted(line.key for line in imported.lines if line.location is not None) == sorted(leaves(theirs))
     assert (yaml.safe_load(imported.to_yaml()) or {}).keys() == imported.values.keys()

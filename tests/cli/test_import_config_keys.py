@@ -6,7 +6,6 @@ from nemo_rl_configs import imported_with, ours_of
 
 from rl_train.config.loader import load_config
 from rlcore_cli.importing.apply import import_config
-from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 
 
 def test_a_named_dataset_and_a_held_out_fraction_are_imported(nemo_rl, tmp_path):
@@ -22,7 +21,7 @@ def test_a_named_dataset_and_a_held_out_fraction_are_imported(nemo_rl, tmp_path)
 def test_dataset_keys_in_the_old_layout_say_where_to_move_them(tmp_path):
     older = {"dataset_name": "OpenMathInstruct-2", "prompt_file": "cot.txt"}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": older}))
-    lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
+    lines = import_config(tmp_path / "theirs.yaml").lines
     listed = {line.key: line for line in lines if line.key.startswith("data.")}
     assert listed.keys() == {"data.dataset_name", "data.prompt_file"}
     assert all(line.outcome == "unsupported" and "move it to data.train" in line.reason for line in listed.values())
@@ -31,7 +30,7 @@ def test_dataset_keys_in_the_old_layout_say_where_to_move_them(tmp_path):
 def test_each_key_of_several_datasets_is_unsupported(tmp_path):
     several = [{"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}, {"dataset_name": "gsm8k"}]
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"grpo": {}, "data": {"train": several}}))
-    lines = import_config(tmp_path / "theirs.yaml", NEMO_RL).lines
+    lines = import_config(tmp_path / "theirs.yaml").lines
     listed = {line.key: line.reason for line in lines if line.key.startswith("data.train")}
     assert sorted(listed) == ["data.train.0.data_path", "data.train.0.dataset_name", "data.train.1.dataset_name"]
     assert all("data.mix" in reason for reason in listed.values())
@@ -159,7 +158,7 @@ def test_values_that_need_a_conversion_are_converted(nemo_rl, tmp_path, key, val
     for part in reversed(key.split(".")):
         holder = {part: holder}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"defaults": str(nemo_rl / "grpo.yaml"), **holder}))
-    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    imported = import_config(tmp_path / "theirs.yaml")
     [line] = [line for line in imported.lines if line.key == key]
     assert getattr(line.decision, "values", {}) == ours
     (tmp_path / "ours.yaml").write_text(imported.to_yaml())
@@ -169,7 +168,7 @@ def test_values_that_need_a_conversion_are_converted(nemo_rl, tmp_path, key, val
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("grpo.async_grpo.enabled", "true", "newest weights"),
+        ("grpo.async_grpo.enabled", "true", "rollout.max_staleness"),
         ("policy.dtensor_cfg.tensor_parallel_size", "2", "FSDP2"),
         ("policy.generation.top_p", "0.9", "filtered"),
         ("policy.generation.backend", "sglang", "no generation backend 'sglang'"),
@@ -191,7 +190,7 @@ def test_unsupported_and_redundant_keys_are_listed_with_their_reason(nemo_rl, tm
     for part in reversed(key.split(".")):
         holder = {part: holder}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"defaults": str(nemo_rl / "grpo.yaml"), **holder}))
-    [line] = [line for line in import_config(tmp_path / "theirs.yaml", NEMO_RL).lines if line.key == key]
+    [line] = [line for line in import_config(tmp_path / "theirs.yaml").lines if line.key == key]
     assert says in line.reason
     assert line.outcome == ("redundant" if value == "maybe" else "unsupported")
     assert line.targets == ()

@@ -4,7 +4,6 @@ import pytest
 from nemo_rl_configs import ours_of
 
 from rlcore_cli.importing.apply import import_config
-from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 
 
 def test_a_grpo_config_keeps_its_meaning(nemo_rl, tmp_path):
@@ -133,12 +132,12 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(nemo_rl, tmp_
 
 def test_the_defaults_of_ppo_are_written_out(tmp_path):
     (tmp_path / "theirs.yaml").write_text("ppo: {seed: 1}\npolicy: {model_name: acme/small}\n")
-    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    imported = import_config(tmp_path / "theirs.yaml")
     assert imported.values["ppo"]["num_generations_per_prompt"] == 16
     assert imported.values["loss_fn"]["reference_policy_kl_penalty"] == 0.01
 
 
 def test_reinforce_plus_plus_subtracts_the_group_mean_by_default(nemo_rl, tmp_path):
     (tmp_path / "theirs.yaml").write_text("grpo: {adv_estimator: {name: reinforce_plus_plus}}\npolicy: {model_name: a/b}\n")
-    imported = import_config(tmp_path / "theirs.yaml", NEMO_RL)
+    imported = import_config(tmp_path / "theirs.yaml")
     assert imported.values["grpo"]["adv_estimator"]["minus_baseline"] is True

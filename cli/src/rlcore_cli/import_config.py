@@ -35,12 +35,11 @@ def import_config(
         rlcore validate config.yaml data.train.path=questions.jsonl
     """
     from rlcore_cli.importing.apply import import_config as run
-    from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 
     if output is not None and output.exists():
         raise ConfigError(f"{output} already exists. Remove it or choose another --output.")
-    imported = run(config, NEMO_RL)
-    text = f"# Converted from {config.name} ({NEMO_RL.framework}) by `rlcore import-config`.\n\n{imported.to_yaml()}"
+    imported = run(config)
+    text = f"# Converted from {config.name} (NeMo RL) by `rlcore import-config`.\n\n{imported.to_yaml()}"
     errors = _errors(text)
     if output is not None:
         _write(text, output)
@@ -53,7 +52,6 @@ def import_config(
 
 
 def _write(text: str, output: Path) -> None:
-
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:

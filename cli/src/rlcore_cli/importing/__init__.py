@@ -1,1 +1,1 @@
-"""Converts configs of other frameworks and reports what happened to each key."""
+"""Converts configs of NeMo RL and reports what happened to each key."""

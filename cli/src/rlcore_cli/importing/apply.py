@@ -1,4 +1,4 @@
-"""Converts the config of another framework with the import table of that framework.
+"""Converts a NeMo RL config with the import table.
 
 Every key (a value, a list of values or an empty section) is listed once, with its source location.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +19,9 @@ from rl_core.config.introspection import NO_DEFAULT
 from rl_core.errors import ConfigError
 from rl_train.config.secrets import Secrets
 from rl_train.config.sources import escape, read_sources, resolve
-from rlcore_cli.importing.rows import (
-    MISSING,
-    Decision,
-    Defaulted,
-    ForeignConfig,
-    Mapped,
-    Redundant,
-    Row,
-    Table,
-    Unsupported,
-)
+from rlcore_cli.importing import datasets
+from rlcore_cli.importing.foreign import MISSING, Decision, Defaulted, ForeignConfig, Mapped, Redundant, Unsupported
+from rlcore_cli.importing.table import Table, nemo_rl
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -37,7 +29,6 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
 }
-_UNKNOWN = "unknown {framework} key"
 _ORDER = ("loss_fn", "policy", "value", "teacher", "data", "env", "cluster", "checkpointing", "logger")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:([^${}]*)\}")
 _HELD = re.compile("\ue000([^\ue000\ue001]*)\ue001")
@@ -50,7 +41,7 @@ class Line:
     Attributes:
         key: The dotted key.
         value: Its value.
-        location: Its source location; None for a default of the framework that the file does not set.
+        location: Its source location; None for a default of NeMo RL that the file does not set.
         decision: The outcome and its reason.
         targets: The new dotted keys that the value went to; empty if there are none.
     """
@@ -98,12 +89,11 @@ class Imported:
         return re.sub(r"\\+\$\{oc\.env:", "${oc.env:", text)
 
 
-def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
-    """Converts a config of another framework.
+def import_config(path: str | os.PathLike[str]) -> Imported:
+    """Converts a NeMo RL config.
 
     Args:
         path: The file; `defaults:` and `${...}` are resolved.
-        table: The import table of the framework.
 
     Raises:
         ConfigError: The file cannot be read, is not a YAML mapping, has no known section, or is an rlcore config.
@@ -113,25 +103,25 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
     problems.raise_if_any()
     values = _resolved(written, problems)
     problems.raise_if_any()
-    foreign = ForeignConfig(values)
-    if foreign.get(table.native_key) is not None:
+    table, foreign = nemo_rl(), ForeignConfig(values)
+    if foreign.get("policy.backend") is not None:
         raise ConfigError(
-            f"{os.fspath(path)} is already an rlcore config: it sets {table.native_key}, which {table.framework} does not "
-            "have. Check it with `rlcore validate`."
+            f"{os.fspath(path)} is already an rlcore config: it sets policy.backend, which NeMo RL does not have. Check it "
+            "with `rlcore validate`."
         )
-    lines = [_line(path, value, written, table, foreign) for path, value in _leaves(values)]
+    lines = [_line(key, value, table, foreign, written.nearest(key).key_location) for key, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
         sections = ", ".join(sorted({line.key.split(".")[0] for line in lines})) or "none"
         raise ConfigError(
-            f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as "
-            f"{', '.join(table.sections)}, but has {sections}."
+            f"{os.fspath(path)} is not a NeMo RL config: it should have sections such as {', '.join(table.sections)}, but has "
+            f"{sections}."
         )
     lines += _defaults(table, foreign)
     native: dict[str, Any] = {}
     for line in lines:
         if isinstance(line.decision, Mapped):
             native |= line.decision.values
-    added = tuple(table.additions(foreign, native))
+    added = (*_additions(foreign, native), *datasets.additions(foreign, native), *_environments(foreign, native))
     native |= {one.key: one.value for one in added}
     return Imported(values=_in_order(_tree(native)), lines=tuple(lines), added=added)
 
@@ -198,65 +188,89 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
-def _line(path: KeyPath, value: Any, written: Node, table: Table, foreign: ForeignConfig) -> Line:
+def _line(path: KeyPath, value: Any, table: Table, foreign: ForeignConfig, location: SourceLocation | None) -> Line:
     key = dotted(path)
-    decision = _decide(key, value, table, foreign)
-    location = written.nearest(path).key_location
-    return Line(key=key, value=value, location=location, decision=decision, targets=_targets(decision, key))
-
-
-def _targets(decision: Decision, key: str) -> tuple[str, ...]:
-    if not isinstance(decision, Mapped):
-        return ()
+    decision = table.decide(key, value, foreign)
+    values = decision.values if isinstance(decision, Mapped) else ()
     # The keys of a section that is kept as one value keep their names.
-    return tuple(key if key.startswith(f"{target}.") else target for target in decision.values)
-
-
-def _decide(key: str, value: Any, table: Table, foreign: ForeignConfig) -> Decision:
-    parts = key.split(".")
-    always = next((row for row in table.always if row.covers(parts)), None)
-    if always is not None:
-        return always.decide(value, foreign)
-    off = next((switch for switch in table.switches if switch.covers(parts) and not switch.is_on(foreign)), None)
-    if off is not None:
-        return Redundant(off.off)
-    row = next((row for row in table.rows if row.covers(parts)), None)
-    if row is None:
-        return Unsupported(_UNKNOWN.format(framework=table.framework))
-    given = foreign.get(row.pattern) if row.whole else value
-    if given == MISSING and not row.verbatim:
-        return Unsupported(f"not set (`{MISSING}`): set it in that config and import again, or set the new key")
-    return _filled(row.decide(given, foreign), row, parts)
-
-
-def _filled(decision: Decision, row: Row, parts: Sequence[str]) -> Decision:
-    """The new keys with the wildcards of the pattern filled in."""
-    stars = [part for part, given in zip(parts, row.pattern.split("."), strict=False) if given == "*"]
-    if not isinstance(decision, Mapped) or not stars:
-        return decision
-    values = {}
-    for key, value in decision.values.items():
-        for star in stars:
-            key = key.replace("*", star, 1)
-        values[key] = value
-    return Mapped(values, decision.note)
+    targets = tuple(key if key.startswith(f"{target}.") else target for target in values)
+    return Line(key=key, value=value, location=location, decision=decision, targets=targets)
 
 
 def _defaults(table: Table, foreign: ForeignConfig) -> list[Line]:
-    """Lines for the defaults of the framework that differ from those of rlcore and that the file does not set."""
-    lines = []
-    algorithm = next((name for name in table.defaults if name in foreign.values), None)
-    for key, value in table.defaults.get(algorithm or "", {}).items():
-        if _is_silent(foreign, key):
-            decision = _decide(key, value, table, foreign)
-            lines.append(Line(key=key, value=value, location=None, decision=decision, targets=_targets(decision, key)))
-    return lines
+    """Lines for the defaults of NeMo RL that differ from those of rlcore and that the file does not set."""
+    defaults = next((table.defaults[name] for name in table.defaults if name in foreign.values), {})
+    return [
+        _line(tuple(key.split(".")), value, table, foreign, None) for key, value in defaults.items() if _is_silent(foreign, key)
+    ]
 
 
 def _is_silent(foreign: ForeignConfig, key: str) -> bool:
     section, _, name = key.rpartition(".")
     value = foreign.get(section, {})
     return not (isinstance(value, Mapping) and name in value)
+
+
+def _additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
+    """Keys that rlcore needs and that correspond to no key of the config."""
+    algorithm = foreign.algorithm
+    if algorithm is not None and not any(key.startswith(f"{algorithm}.") for key in native):
+        yield Defaulted(key=algorithm, value={}, reason="algorithm with its default settings")
+    for section in ("policy", "value", "teacher"):
+        if not any(key.startswith(f"{section}.") for key in native):
+            continue
+        backend = native.get(f"{section}.backend")
+        if backend is None:
+            yield Defaulted(
+                key=f"{section}.backend", value="hf", reason="NeMo RL trains with PyTorch's DTensor unless Megatron is enabled"
+            )
+        if backend != "megatron" and f"{section}.hf_cfg.lora" not in native and foreign.ranks > 1:
+            reason = "NeMo RL shards weights over the ranks"
+            yield Defaulted(key=f"{section}.hf_cfg.data_parallel", value="fsdp2", reason=reason)
+        yield from _scored_tokens(section, native)
+    if foreign.samples:
+        yield from _engine_additions(foreign, native)
+    if native.get("logger.loggers.wandb.enabled") is True:
+        yield Defaulted(key="logger.loggers.wandb.mode", value="online", reason="NeMo RL uploads; the default here is offline")
+
+
+def _engine_additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
+    if native.get("policy.generation.backend") == "vllm":
+        at = "policy.generation.vllm_cfg"
+        size = foreign.number(f"{at}.tensor_parallel_size", 1) * foreign.number(f"{at}.pipeline_parallel_size", 1)
+        if size > 1:
+            reason = f"{foreign.ranks} GPUs, {size} per replica"
+            yield Defaulted(key="policy.generation.num_workers", value=max(1, foreign.ranks // size), reason=reason)
+        yield Defaulted(key=f"{at}.sleep_level", value=1, reason="NeMo RL frees the engine's memory during training")
+    if "policy.generation.val_temperature" not in native and foreign.get("policy.generation") is not None:
+        value = foreign.get("policy.generation.temperature", 1.0)
+        yield Defaulted(
+            key="policy.generation.val_temperature", value=value, reason="NeMo RL validates at the training temperature"
+        )
+    if any(key.startswith("data.") for key in native):
+        yield Defaulted(key="data.on_long_prompt", value="drop", reason="NeMo RL drops longer prompts from training")
+
+
+def _scored_tokens(section: str, native: Mapping[str, Any]) -> Iterator[Defaulted]:
+    """`logprob_mb_tokens`, if it is not set: the default may be smaller than the longest row."""
+    longest = native.get(f"{section}.max_total_sequence_length")
+    for batching in ("dynamic_batching", "sequence_packing"):
+        at = f"{section}.{batching}"
+        if native.get(f"{at}.enabled") is True and f"{at}.logprob_mb_tokens" not in native and isinstance(longest, int):
+            yield Defaulted(key=f"{at}.logprob_mb_tokens", value=longest, reason="the token budget must fit the longest row")
+
+
+def _environments(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
+    tasks = foreign.get("env")
+    for task, section in tasks.items() if foreign.samples and isinstance(tasks, Mapping) else ():
+        # `env` also has switches (`should_use_...: false`), which are not tasks.
+        if not isinstance(section, Mapping | None):
+            continue
+        if not any(key.startswith(f"env.{task}.") for key in native):
+            yield Defaulted(key=f"env.{task}", value={}, reason="task with its default settings")
+        if native.get(f"env.{task}.name", task) == "math":
+            reason = "NeMo RL also grades answers without a box, as false does here; false rewards more wrong answers"
+            yield Defaulted(key=f"env.{task}.require_box", value=True, reason=reason)
 
 
 def _tree(native: Mapping[str, Any]) -> dict[str, Any]:
