@@ -1,7 +1,4 @@
-"""Arguments that several commands share.
-
-Numbers of things in messages.
-"""
+"""Arguments that several commands share, how they are read, and nouns with their number."""
 
 from __future__ import annotations
 
@@ -29,22 +26,9 @@ Overrides = Annotated[
         metavar="KEY=VALUE", help="key=value overrides a key of the file; ++key=value adds one.", show_default=False
     ),
 ]
-
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DATA_FILES = (".jsonl", ".parquet", ".csv", ".tsv")
 """Endings of files with rows, which are not configs."""
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def integers(text: str | None, option: str, example: str) -> list[int] | None:
-    """The numbers of an option such as `1,4,8`; None if it is not given.
-
-    Raises:
-        UserError: It is not a list of integers.
-    """
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{option} {text} is not a list of integers. Separate them with commas: {option} {example}.") from None
 
 
 def config_files(
@@ -73,6 +57,18 @@ def config_files(
     if must_exist:
         refuse_missing(files)
     return files, given
+
+
+def integers(text: str | None, option: str, example: str) -> list[int] | None:
+    """The numbers of an option such as `1,4,8`; None if it is not given.
+
+    Raises:
+        UserError: It is not a list of integers.
+    """
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} {text} is not a list of integers. Separate them with commas: {option} {example}.") from None
 
 
 def counted(number: int, noun: str) -> str:

@@ -10,7 +10,7 @@ CHECKS = {
         "Compare the log-probabilities of policy and generation backend.",
     ),
     "env": (
-        "rlcore_cli.check_env:check_env",
+        "rlcore_cli.env:check_env",
         "Check an environment without a model: types, unchanged arguments, determinism, scores.",
     ),
     "plugin": (

@@ -1,6 +1,7 @@
-"""`rlcore check model`: checks the model, tokenizer and backends of a config before a run and suggests fixes.
+"""Commands that check the model and backends of a config before a run.
 
-`rlcore check logprobs`: samples with the engine of a config, scores the samples with its policy and compares the two.
+`rlcore check model` looks at model, tokenizer and backends and suggests fixes. `rlcore check logprobs` samples with the engine,
+scores the samples with the policy and compares the two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rl_train.assembly.run_assembly import PolicyAndEngine, PolicyAndEnginePlan
     from rl_train.diagnostics import Diagnosis
     from rl_train.logprob_agreement import LogProbabilityAgreement
-
 
 _WIDTH = 120
 
@@ -163,8 +163,6 @@ def _print_status(failures: list[str]) -> None:
 def _as_json(
     agreement: LogProbabilityAgreement, backends: dict[str, str], threshold: float, failures: list[str]
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     status = {"consistent": not failures, "failures": failures, "threshold": threshold}
     return {**status, **backends, **plain(asdict(agreement))}
 

@@ -1,6 +1,7 @@
 """`rlcore check plugin`: runs the conformance tests of a plugin without a test file.
 
-Problems of plugins that load: names that collide, targets that do not exist, slow imports, and text printed at import.
+`problems_of` finds what `rlcore doctor` and `rlcore list-plugins` report of a plugin that loads: names that collide, targets
+that do not exist, slow imports, and text printed at import.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_core.plugins.component import Plugin, Status
+from rl_core.errors import ConfigError, UnknownComponentError
+from rl_core.plugins.component import Capability, Kind, Plugin, Status, did_you_mean
 from rl_core.plugins.import_path import missing_target
-from rl_core.plugins.manager import PluginManager
+from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import name_collision
 from rlcore_cli.arguments import AsJson
 
 if TYPE_CHECKING:
-    from rl_core.plugins.component import Kind
     from rl_core.testing.promises import Conformance, PromiseResult
-
 
 _CREATION = "test_it_is_created_from_its_section"
 _NOT_TESTED = """{title} {component!r}: not tested with its default config:
@@ -70,7 +70,6 @@ def check_plugin(name: Name, as_json: AsJson = False) -> None:
 
 def _results(tests: type[Conformance[Any]]) -> Iterator[PromiseResult]:
     """The result of each promise. An error of the creation is one broken promise, or none if a config or rows are missing."""
-    from rl_core.errors import ConfigError
     from rl_core.testing.promises import PromiseResult, Status, described
 
     tests.setup_class()
@@ -95,7 +94,6 @@ def _results(tests: type[Conformance[Any]]) -> Iterator[PromiseResult]:
 
 
 def _summary(tests: type[Conformance[Any]]) -> str:
-    from rl_core.plugins.component import Capability, Kind
     from rl_core.testing.promises import Status
 
     results = [*tests.results.values()]
@@ -118,9 +116,6 @@ def _record(tests: type[Conformance[Any]], result: Any) -> dict[str, str]:
 
 def _tests_of(name: str) -> Iterator[type[Conformance[Any]]]:
     """The test classes of a plugin or of one component."""
-    from rl_core.errors import UnknownComponentError
-    from rl_core.plugins.component import Kind, did_you_mean
-    from rl_core.plugins.manager import discover
     from rl_core.testing import PackagingConformance
 
     kits = _kits()

@@ -1,8 +1,6 @@
-"""`rlcore compare`: reads run folders and shows how the runs differ.
+"""`rlcore compare`: how runs differ in configs, versions, and the final and best value of each metric.
 
-Differences between runs: configs, versions, and the final and best value of each metric.
-
-Renders a comparison for a terminal: overlaid curves, differences, a table of values.
+The comparison is printed with overlaid curves and tables, as JSON, or rendered as an HTML page.
 """
 
 from __future__ import annotations
@@ -78,63 +76,6 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
             for row in comparison.metrics
         },
     }
-
-
-def render_comparison(comparison: Comparison) -> str:
-    """The HTML page."""
-    names = list(dict.fromkeys(name for run in comparison.runs for name in run.names()))
-    main, further, unseen = choose_panels(names)
-    return render_template(
-        "compare.html.jinja",
-        comparison=comparison,
-        runs=list(zip(comparison.letters, comparison.runs, strict=True)),
-        figures=[drawn for chosen in main for drawn in _figures(comparison, chosen)],
-        further=[drawn for chosen in further for drawn in _figures(comparison, chosen)],
-        unseen=unseen,
-        metrics=[_row(found, comparison) for found in comparison.metrics],
-    )
-
-
-def _figures(comparison: Comparison, chosen: SelectedPanel) -> list[Figure]:
-    """One chart per metric, one line per run."""
-    panel = chosen.panel
-    return [
-        figure(
-            [(letter, run.curve(name)) for letter, run in zip(comparison.letters, comparison.runs, strict=True)],
-            title=name,
-            unit=panel.unit,
-            note=panel.note if len(chosen.names) == 1 else "",
-        )
-        for name in chosen.names
-    ]
-
-
-def _row(row: MetricComparison, comparison: Comparison) -> dict[str, Any]:
-    def cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
-        return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
-
-    return {
-        "metric": row.metric,
-        "direction": row.direction,
-        "steps_differ": row.step is None,
-        "finals": cells(row.finals),
-        "bests": cells(row.bests) if row.bests is not None else [("", None)] * len(comparison.runs),
-        "words": better_runs(row, comparison.letters),
-    }
-
-
-ABSENT = "—"
-"""Shown for a key that a run does not have."""
-
-_IGNORED_KEYS = ("logger.run_name", "logger.log_dir")
-"""Keys that differ between any two runs without affecting them."""
-
-_SHOWN_DIGITS = 5e-5
-"""Relative difference below which two values are equal in the four digits shown."""
-
-_ROUNDING = 1e-6
-"""Absolute difference below which values count as equal: rewards, fractions and nats are of order 1, and float32 sums of them
-vary this much between machines and thread counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +188,19 @@ def _winners(values: Sequence[float], direction: Direction | None) -> tuple[int,
     return tuple(i for i, value in enumerate(values) if _are_equal(value, best))
 
 
+_SHOWN_DIGITS = 5e-5
+"""Relative difference below which two values are equal in the four digits shown."""
+_ROUNDING = 1e-6
+"""Absolute difference below which values count as equal: rewards, fractions and nats are of order 1, and float32 sums of them
+vary this much between machines and thread counts."""
+
+
 def _are_equal(value: float, best: float) -> bool:
     return value == best or abs(value - best) <= max(_ROUNDING, _SHOWN_DIGITS * max(abs(value), abs(best)))
+
+
+_IGNORED_KEYS = ("logger.run_name", "logger.log_dir")
+"""Keys that differ between any two runs without affecting them."""
 
 
 def _settings(run: RunFolder) -> dict[str, str]:
@@ -265,6 +217,10 @@ def _versions(run: RunFolder) -> dict[str, str]:
     own = {key: str(environment[key]) for key in ("python", "platform", "cpus") if key in environment}
     distributions: dict[str, str] = environment.get("distributions", {})
     return own | plugins | distributions
+
+
+ABSENT = "—"
+"""Shown for a key that a run does not have."""
 
 
 def _differences(sides: Sequence[dict[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -313,28 +269,6 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         yield f"Not in all runs: {', '.join(named)}" + (f", and {more} more." if more > 0 else ".")
 
 
-def cell(value: float, first: float | None) -> str:
-    """A value and its difference from the first run."""
-    if first is None:
-        return format_number(value)
-    if value == first:
-        return f"{format_number(value)} (=)"
-    sign = "+" if value > first else ""
-    return f"{format_number(value)} ({sign}{format_number(value - first)})"
-
-
-def better_runs(row: MetricComparison, letters: tuple[str, ...]) -> str:
-    """The labels of the better runs, or '' if the metric has no direction."""
-
-    def name(winners: tuple[int, ...]) -> str:
-        return "equal" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
-
-    end, best = name(row.best_final), name(row.best_overall)
-    if row.step is None:
-        return f"best: {best}" if best else ""
-    return end if end == best else f"final: {end}, best: {best}"
-
-
 def _differing(title: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
     if not rows:
         yield f"No differences between the {title}s."
@@ -372,3 +306,68 @@ def _cells(points: tuple[tuple[float, int], ...], *, with_steps: bool = False) -
 
 def _short(value: str) -> str:
     return value if len(value) <= LONGEST_VALUE else f"{value[: LONGEST_VALUE - 1]}…"
+
+
+def cell(value: float, first: float | None) -> str:
+    """A value and its difference from the first run."""
+    if first is None:
+        return format_number(value)
+    if value == first:
+        return f"{format_number(value)} (=)"
+    sign = "+" if value > first else ""
+    return f"{format_number(value)} ({sign}{format_number(value - first)})"
+
+
+def better_runs(row: MetricComparison, letters: tuple[str, ...]) -> str:
+    """The labels of the better runs, or '' if the metric has no direction."""
+
+    def name(winners: tuple[int, ...]) -> str:
+        return "equal" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
+
+    end, best = name(row.best_final), name(row.best_overall)
+    if row.step is None:
+        return f"best: {best}" if best else ""
+    return end if end == best else f"final: {end}, best: {best}"
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The HTML page."""
+    names = list(dict.fromkeys(name for run in comparison.runs for name in run.names()))
+    main, further, unseen = choose_panels(names)
+    return render_template(
+        "compare.html.jinja",
+        comparison=comparison,
+        runs=list(zip(comparison.letters, comparison.runs, strict=True)),
+        figures=[drawn for chosen in main for drawn in _figures(comparison, chosen)],
+        further=[drawn for chosen in further for drawn in _figures(comparison, chosen)],
+        unseen=unseen,
+        metrics=[_row(found, comparison) for found in comparison.metrics],
+    )
+
+
+def _figures(comparison: Comparison, chosen: SelectedPanel) -> list[Figure]:
+    """One chart per metric, one line per run."""
+    panel = chosen.panel
+    return [
+        figure(
+            [(letter, run.curve(name)) for letter, run in zip(comparison.letters, comparison.runs, strict=True)],
+            title=name,
+            unit=panel.unit,
+            note=panel.note if len(chosen.names) == 1 else "",
+        )
+        for name in chosen.names
+    ]
+
+
+def _row(row: MetricComparison, comparison: Comparison) -> dict[str, Any]:
+    def cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
+        return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
+
+    return {
+        "metric": row.metric,
+        "direction": row.direction,
+        "steps_differ": row.step is None,
+        "finals": cells(row.finals),
+        "bests": cells(row.bests) if row.bests is not None else [("", None)] * len(comparison.runs),
+        "words": better_runs(row, comparison.letters),
+    }

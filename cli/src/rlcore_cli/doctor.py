@@ -1,6 +1,6 @@
-"""`rlcore doctor`: checks the installed plugins and shows tracebacks of what is broken. It changes nothing.
+"""`rlcore doctor`: checks the installed plugins, with tracebacks of what is broken, this machine and its open ports.
 
-The part of `rlcore doctor` about this machine: threads, memory, instruction sets of the CPU, and bubblewrap.
+It changes nothing. `cluster_check` has the part about the nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import Overrides, counted
 from rlcore_cli.check_plugin import problems_of
 from rlcore_cli.listing import print_table
-
-_PLUGINS_FOLDER = Path(rl_core.plugins.__file__).parent
-_IMPORTLIB_FOLDER = Path(importlib.__file__).parent
-_METADATA_FOLDER = Path(importlib.metadata.__file__).parent
 
 
 def doctor(
@@ -82,7 +78,7 @@ def doctor(
         for warning in plugin_warnings(manager):
             print(f"warning: {warning}")
         if name is None:
-            print_machine()
+            _print_machine()
             _print_open_ports()
             print(f"\n{_summary(results)}")
     if not healthy:
@@ -203,23 +199,6 @@ def _load_config(component: Component, kind: str | None) -> object:
     return section_of(component, Kind(kind))
 
 
-def _print_open_ports() -> None:
-    """Prints which ports of a run are reachable from other machines; see docs/security.md."""
-    print("network")
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        print(
-            f"  open    RAY_ADDRESS={address}: ports of the run are reachable and Ray has no passwords; use a private network"
-        )
-    else:
-        print("  ok      runs on this machine: Ray, gloo, NCCL and torch stores listen on the loopback interface only")
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            interface = os.environ.get(variable)
-            if interface is not None and not interface.startswith("lo"):
-                print(f"  open    {variable}={interface}: unset it for runs on this machine")
-    print("  open    the process group store of vLLM, one port per engine; block it with a firewall")
-
-
 def _print_remedy(plugin: Plugin) -> None:
     unfit = [check for check in plugin.requirements if not check.fits]
     wanted = [f"'{check.requirement}'" for check in unfit if check.install is None]
@@ -239,9 +218,31 @@ def _print_traceback(error: BaseException) -> None:
         print(f"    {line}")
 
 
+_PLUGINS_FOLDER = Path(rl_core.plugins.__file__).parent
+_IMPORTLIB_FOLDER = Path(importlib.__file__).parent
+_METADATA_FOLDER = Path(importlib.metadata.__file__).parent
+
+
 def _is_importer(filename: str) -> bool:
     folder = Path(filename).parent
     return filename.startswith("<frozen importlib") or folder in (_PLUGINS_FOLDER, _IMPORTLIB_FOLDER, _METADATA_FOLDER)
+
+
+def _print_open_ports() -> None:
+    """Prints which ports of a run are reachable from other machines; see docs/security.md."""
+    print("network")
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        print(
+            f"  open    RAY_ADDRESS={address}: ports of the run are reachable and Ray has no passwords; use a private network"
+        )
+    else:
+        print("  ok      runs on this machine: Ray, gloo, NCCL and torch stores listen on the loopback interface only")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            interface = os.environ.get(variable)
+            if interface is not None and not interface.startswith("lo"):
+                print(f"  open    {variable}={interface}: unset it for runs on this machine")
+    print("  open    the process group store of vLLM, one port per engine; block it with a firewall")
 
 
 _SETS: Final = {
@@ -257,7 +258,7 @@ _SETS: Final = {
 _BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "bf16")
 
 
-def print_machine() -> None:
+def _print_machine() -> None:
     """Print threads, memory, instruction sets and whether sandboxes are available."""
     from rl_train.files import available_memory, format_size
 

@@ -147,7 +147,6 @@ def _prompts_otherwise(plan: EvaluationPlan) -> str | None:
 
 
 def _reject_unwritable(path: Path) -> None:
-
     if path.is_dir():
         raise UserError(f"--json {path} is a folder. Give a file, such as {path / 'eval.json'}.")
     if not path.absolute().parent.is_dir():

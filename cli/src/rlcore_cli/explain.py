@@ -1,8 +1,7 @@
-"""`rlcore explain`: describes a config key, its allowed values, its default and its current value.
+"""Commands that describe configs with the installed plugins.
 
-What `rlcore explain` prints: the meaning of a key or section, and the value of a key in a config.
-
-`rlcore schema`: the JSON schema, or the reference page, of configs with the installed plugins.
+`rlcore explain` prints the meaning of a key, its allowed values and default, and its value in a config. `rlcore schema` writes
+the JSON schema, or the reference page.
 """
 
 from __future__ import annotations
@@ -19,30 +18,22 @@ import typer
 from rl_core.config.diagnostics import KEY_CUTOFF, dotted, nearest
 from rl_core.config.introspection import NO_DEFAULT, Field, all_fields
 from rl_core.config.section import Devices
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, PluginError, UserError
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.device_defaults import effective_values
 from rl_train.config.foreign_names import INSTEAD, MEANINGS
-from rl_train.config.loader import LoadedConfig
-from rl_train.config.reference import SchemaIndex, schema_index
+from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.reference import SchemaIndex, json_schema, reference, schema_index
 from rl_train.config.rules.models import allowed_argument
 from rl_train.config.slots import ANY, SLOTS, SectionSchema, matches
+from rl_train.config.sources import refuse_missing
 from rl_train.config.values import leaves
 from rlcore_cli.arguments import Overrides
 from rlcore_cli.listing import print_table
 
-
-def _completed_key(incomplete: str) -> list[str]:
-    """The keys that begin with what was typed, up to their next dot."""
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
-    from rl_train.config.reference import schema_index
-
-    parts = incomplete.count(".") + 1
-    keys = known_keys(schema_index(Registry(discover())))
-    return sorted({".".join(key.split(".")[:parts]) for key in keys if key.startswith(incomplete)})
+_LONGEST_DEFAULT = 32
 
 
 def explain(
@@ -73,9 +64,6 @@ def explain(
     """
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
-    from rl_train.config.loader import load_config
-    from rl_train.config.sources import refuse_missing
-
     if config is not None:
         refuse_missing(config)
         explain_in(load_config(config, overrides or [], stages=()), key)
@@ -83,7 +71,11 @@ def explain(
         explain_anywhere(key, component)
 
 
-_LONGEST_DEFAULT = 32
+def _completed_key(incomplete: str) -> list[str]:
+    """The keys that begin with what was typed, up to their next dot."""
+    parts = incomplete.count(".") + 1
+    keys = known_keys(schema_index(Registry(discover())))
+    return sorted({".".join(key.split(".")[:parts]) for key in keys if key.startswith(incomplete)})
 
 
 def explain_in(loaded: LoadedConfig, key: str) -> None:
@@ -331,12 +323,6 @@ def schema(
         rlcore schema --output config.schema.json
         rlcore schema --markdown --plugins train,hf
     """
-    from rl_core.errors import PluginError, UserError
-    from rl_core.plugins.component import did_you_mean
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
-    from rl_train.config.reference import json_schema, reference, schema_index
-
     registry = Registry(discover())
     wanted = None if plugins is None else [name.strip() for name in plugins.split(",")]
     known = [plugin.name for plugin in registry.manager.plugins]

@@ -100,7 +100,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _of_registration(registration: Registration) -> dict[str, Any]:
-
     component, plugin = registration.component, registration.plugin
     problem = unmet_needs(component.needs)
     return {

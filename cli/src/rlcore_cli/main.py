@@ -47,7 +47,7 @@ COMMANDS = {
         "rlcore_cli.import_config:import_config",
         "Convert a NeMo RL config and report what happened to each key.",
     ),
-    "new-plugin": ("rlcore_cli.new_plugin.command:new_plugin", "Write the repository of a plugin, with tests and a config."),
+    "new-plugin": ("rlcore_cli.new_plugin.scaffold:new_plugin", "Write the repository of a plugin, with tests and a config."),
     "list-backends": ("rlcore_cli.listing:list_backends", "List policy and generation backends and their status."),
     "list-plugins": ("rlcore_cli.listing:list_plugins", "List installed plugins, their components and status."),
 }

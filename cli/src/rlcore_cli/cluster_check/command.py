@@ -1,7 +1,4 @@
-"""Runs `rlcore doctor --cluster` and prints its result.
-
-What a survey of the nodes means for a run: one finding per problem, with the node and what to do.
-"""
+"""Runs `rlcore doctor --cluster`: what the survey of the nodes means for a run, one finding per problem, with what to do."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ import yaml
 from rlcore_cli.importing import conversions, datasets
 from rlcore_cli.importing.foreign import MISSING, Decision, ForeignConfig, Mapped, Redundant, Unsupported
 
-_EMPTY = (None, {}, [])
+_EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
 @dataclass(frozen=True, kw_only=True)

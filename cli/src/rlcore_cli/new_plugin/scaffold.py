@@ -1,7 +1,4 @@
-"""The files of a new plugin: templates filled with its name.
-
-The kinds of plugins that `rlcore new-plugin` writes, and what their templates differ in.
-"""
+"""`rlcore new-plugin`: writes the repository of a plugin, from templates and a table of the kinds of plugins."""
 
 from __future__ import annotations
 
@@ -9,20 +6,118 @@ import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import rl_core.testing
 import rl_train.testing
 from rl_core.errors import ConfigError
-from rl_core.plugins.component import Kind
+from rl_core.plugins.component import Kind, did_you_mean
 from rl_core.plugins.hookspecs import KIND_OF_HOOK
 from rl_core.plugins.manager import discover
 from rlcore_cli.main import COMMANDS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _PREFIX = "rlcore"
+_MODEL = ("torch", "transformers")
+_REFIT = ("by_reference", "shared_memory", "disk", "collective")
+_POLICY, _ENGINE = ("in_process", "multiple_ranks", *_REFIT), ("in_process", "held_weight_digests", *_REFIT)
+_ENVIRONMENT = "environment:{cls}Environment"
+_REWARDS = "rl_train.rewards.environment:FunctionEnvironment"
+_AGENT = "An agent that lets the model check its own answer, and a score of the checked answer"
+
+
+@dataclass(frozen=True)
+class PluginKind:
+    """A kind of plugin. The folder of templates with its name has the modules that only this kind has.
+
+    Attributes:
+        kind: Kind of the registered component.
+        target: "module:Attribute", with `{cls}` for the class prefix: in the plugin, or in a package of rlcore (`rl_...`).
+        summary: What the generated component does, in one line of at most 120 characters.
+        requires: Distributions that the plugin needs in addition to rl-core.
+        capabilities: Capabilities of the component.
+    """
+
+    kind: Kind
+    target: str
+    summary: str
+    requires: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the component has a config model, `{cls}Config` in the module `config`."""
+        return self.kind not in (Kind.WEIGHT_TRANSPORT, Kind.COMMAND, Kind.SANDBOX)
+
+    @property
+    def trains(self) -> bool:
+        """Whether `train.yaml` can use the component."""
+        return self.kind not in (Kind.COMMAND, Kind.SANDBOX)
+
+    @property
+    def kits(self) -> dict[str, list[str]]:
+        """The classes of its conformance tests, by module."""
+        names = ("PackagingConformance", "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance")
+        modules = (rl_core.testing, rl_train.testing)
+        return {module.__name__: [name for name in sorted(names) if name in module.__all__] for module in modules}
+
+
+PLUGIN_KINDS = {
+    "environment": PluginKind(
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Scores whole numbers, with part of the reward for each correct digit"
+    ),
+    "session-environment": PluginKind(
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model correct a wrong answer, for a smaller reward"
+    ),
+    "tool-environment": PluginKind(
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model call a function that adds numbers before it answers"
+    ),
+    "agent": PluginKind(Kind.ENVIRONMENT, _ENVIRONMENT, _AGENT, ("rl-serve", "openai")),
+    "reward-function": PluginKind(Kind.ENVIRONMENT, _REWARDS, "Rewards correct answers, and short ones", ("rl-train",)),
+    "policy": PluginKind(
+        Kind.POLICY, "policy:{cls}Policy", "Trains a Transformers model that each rank has as a whole", _MODEL, _POLICY
+    ),
+    "generation": PluginKind(
+        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model without a cache", _MODEL, _ENGINE
+    ),
+    "weight-transport": PluginKind(
+        Kind.WEIGHT_TRANSPORT, "transport:{cls}Transport", "Sends weights through files, one at a time"
+    ),
+    "loss": PluginKind(Kind.LOSS, "loss:{cls}Loss", "Likelihood with adjustable length normalization", ("rl-train",)),
+    "algorithm": PluginKind(Kind.ALGORITHM, "algorithm:train", "Trains on the best of N samples of each prompt", ("rl-train",)),
+    "dataset": PluginKind(Kind.DATASET, "dataset:{cls}Dataset", "Generated subtraction problems"),
+    "logger": PluginKind(Kind.LOGGER, "logger:{cls}Logger", "Writes chosen metrics to a CSV file", ("rl-train",)),
+    "command": PluginKind(Kind.COMMAND, "command:best", "Print the step of a run with the best value of a metric", ("typer",)),
+    "sandbox": PluginKind(
+        Kind.SANDBOX, "sandbox:{cls}Sandbox", "The local sandbox, with a record of every program that it ran", ("rl-sandbox",)
+    ),
+}
+"""By the value of `--kind`."""
+
+
+def new_plugin(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the component: what a config will contain.", show_default=False)
+    ],
+    kind: Annotated[str, typer.Option(help=f"One of {', '.join(PLUGIN_KINDS)}.", show_default=False)],
+) -> None:
+    """Write the repository of a plugin into the new folder `rlcore-NAME`.
+
+    It has a small working component with a config model, conformance tests, a config that trains three steps, and a CI file.
+
+    Example:
+        rlcore new-plugin long-sums --kind environment
+        rlcore new-plugin acme --kind loss
+    """
+    if kind not in PLUGIN_KINDS:
+        raise ConfigError(
+            f"There is no kind {kind!r}.{did_you_mean(kind, PLUGIN_KINDS)} Choose one of {', '.join(PLUGIN_KINDS)}."
+        )
+    folder = write_plugin(name, kind, Path())
+    print(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest")
 
 
 def write_plugin(name: str, option: str, parent: Path) -> Path:
@@ -112,79 +207,3 @@ def _check_name(name: str, kind: PluginKind) -> None:
                 f"{registration.plugin.label} registers the {kind.kind.label} {name!r}, and a config that uses a name twice is "
                 "rejected: choose another name."
             )
-
-
-@dataclass(frozen=True)
-class PluginKind:
-    """A kind of plugin. The folder of templates with its name has the modules that only this kind has.
-
-    Attributes:
-        kind: Kind of the registered component.
-        target: "module:Attribute", with `{cls}` for the class prefix: in the plugin, or in a package of rlcore (`rl_...`).
-        summary: What the generated component does, in one line of at most 120 characters.
-        requires: Distributions that the plugin needs in addition to rl-core.
-        capabilities: Capabilities of the component.
-    """
-
-    kind: Kind
-    target: str
-    summary: str
-    requires: tuple[str, ...] = ()
-    capabilities: tuple[str, ...] = ()
-
-    @property
-    def has_config(self) -> bool:
-        """Whether the component has a config model, `{cls}Config` in the module `config`."""
-        return self.kind not in (Kind.WEIGHT_TRANSPORT, Kind.COMMAND, Kind.SANDBOX)
-
-    @property
-    def trains(self) -> bool:
-        """Whether `train.yaml` can use the component."""
-        return self.kind not in (Kind.COMMAND, Kind.SANDBOX)
-
-    @property
-    def kits(self) -> dict[str, list[str]]:
-        """The classes of its conformance tests, by module."""
-        names = ("PackagingConformance", "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance")
-        modules = (rl_core.testing, rl_train.testing)
-        return {module.__name__: [name for name in sorted(names) if name in module.__all__] for module in modules}
-
-
-_MODEL = ("torch", "transformers")
-_REFIT = ("by_reference", "shared_memory", "disk", "collective")
-_POLICY, _ENGINE = ("in_process", "multiple_ranks", *_REFIT), ("in_process", "held_weight_digests", *_REFIT)
-_ENVIRONMENT = "environment:{cls}Environment"
-_REWARDS = "rl_train.rewards.environment:FunctionEnvironment"
-_AGENT = "An agent that lets the model check its own answer, and a score of the checked answer"
-
-PLUGIN_KINDS = {
-    "environment": PluginKind(
-        Kind.ENVIRONMENT, _ENVIRONMENT, "Scores whole numbers, with part of the reward for each correct digit"
-    ),
-    "session-environment": PluginKind(
-        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model correct a wrong answer, for a smaller reward"
-    ),
-    "tool-environment": PluginKind(
-        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model call a function that adds numbers before it answers"
-    ),
-    "agent": PluginKind(Kind.ENVIRONMENT, _ENVIRONMENT, _AGENT, ("rl-serve", "openai")),
-    "reward-function": PluginKind(Kind.ENVIRONMENT, _REWARDS, "Rewards correct answers, and short ones", ("rl-train",)),
-    "policy": PluginKind(
-        Kind.POLICY, "policy:{cls}Policy", "Trains a Transformers model that each rank has as a whole", _MODEL, _POLICY
-    ),
-    "generation": PluginKind(
-        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model without a cache", _MODEL, _ENGINE
-    ),
-    "weight-transport": PluginKind(
-        Kind.WEIGHT_TRANSPORT, "transport:{cls}Transport", "Sends weights through files, one at a time"
-    ),
-    "loss": PluginKind(Kind.LOSS, "loss:{cls}Loss", "Likelihood with adjustable length normalization", ("rl-train",)),
-    "algorithm": PluginKind(Kind.ALGORITHM, "algorithm:train", "Trains on the best of N samples of each prompt", ("rl-train",)),
-    "dataset": PluginKind(Kind.DATASET, "dataset:{cls}Dataset", "Generated subtraction problems"),
-    "logger": PluginKind(Kind.LOGGER, "logger:{cls}Logger", "Writes chosen metrics to a CSV file", ("rl-train",)),
-    "command": PluginKind(Kind.COMMAND, "command:best", "Print the step of a run with the best value of a metric", ("typer",)),
-    "sandbox": PluginKind(
-        Kind.SANDBOX, "sandbox:{cls}Sandbox", "The local sandbox, with a record of every program that it ran", ("rl-sandbox",)
-    ),
-}
-"""By the value of `--kind`."""

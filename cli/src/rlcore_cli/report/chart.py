@@ -1,7 +1,4 @@
-"""Draws a chart as inline SVG, colored by the style sheet of the page.
-
-Numbers for charts: ticks, number formats, downsampling and moving averages.
-"""
+"""Draws charts as inline SVG, colored by the style sheet of the page, with their ticks, number formats and averages."""
 
 from __future__ import annotations
 
@@ -235,7 +232,6 @@ def _stretches(count: int) -> list[range]:
 
 MOST_POINTS = 400
 """Maximum points per line; more are not visible at the width of a chart."""
-
 _DISTINCT = 1e-3
 """Below this range, as a fraction of the largest value, the numbers of four digits on an axis could be equal."""
 

@@ -1,9 +1,4 @@
-"""Renders the report of a run and writes it atomically.
-
-`rlcore report`: writes the HTML report of a run.
-
-The status of a run, from its status file and from whether its process is alive.
-"""
+"""`rlcore report`: renders the report of a run as one HTML page, from its curves, timelines, rollouts, config and status."""
 
 from __future__ import annotations
 
@@ -35,40 +30,50 @@ from rlcore_cli.report.run_folder import Curve, RunFolder, read_run_folder
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-
 MAX_MIB = 5.0
 """Default maximum size of a report, in MiB."""
-LONGEST_VALUE = 2000
-LONGEST_ERROR = 20_000
-_RECENT = 20
-"""Steps whose mean time predicts that of the rest."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A chart with its title, legend and note."""
+def report(
+    run_folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run folder, or its name in runs.", show_default=False, autocompletion=completed_runs
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="Output file; report.html in the run folder by default.")] = None,
+    max_mib: Annotated[
+        float, typer.Option(min=0.5, help="Maximum size of the report in MiB; rollouts are omitted to stay below it.")
+    ] = MAX_MIB,
+) -> None:
+    """Write an HTML report of a run: curves, rollouts by token, config, versions, outcome.
 
-    title: str
-    unit: str
-    note: str
-    svg: Markup
-    legend: Sequence[tuple[str, int, str]]
-    """Label, colour, last value."""
+    The report is a single file that needs no network. The run may still be in progress; `rlcore watch` shows a page that is
+    updated.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """What the page of `rlcore watch` shows in addition.
-
-    Attributes:
-        run: Identifies the run; the page reloads itself if it changes.
-        version: Identifies the contents; the page loads its charts again if it changes.
-        every_s: Interval at which the page asks for changes, in seconds.
+    Example:
+        rlcore report grpo_addition
+        rlcore report runs/grpo_addition --output /tmp/run.html
     """
+    run_folder = existing_run_path(run_folder)
+    page = output if output is not None else run_folder / "report.html"
+    run = read_run_folder(run_folder)
+    ending = ending_of(run)
+    write_page(page, render(run, ending, max_mib=max_mib))
+    print(f"{page} ({format_size(page.stat().st_size)}). {ending.sentence}", flush=True)
 
-    run: str
-    version: str
-    every_s: float
+
+def write_page(path: Path, text: str) -> None:
+    """Replaces the file atomically, so that a reader never sees an incomplete page.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another file with --output.") from error
 
 
 def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB) -> str:
@@ -93,15 +98,19 @@ def render_live(run: RunFolder, ending: Ending, live: Live) -> str:
     return render_template("report.html.jinja", sample=listed_rollouts(run), **_parts(run, ending) | {"live": live})
 
 
-def security_policy() -> str:
-    """A Content-Security-Policy under which a page runs its own style and scripts only, and loads nothing from elsewhere."""
-    texts = _environment().globals
-    hashed = {name: b64encode(sha256(str(texts[name]).encode()).digest()).decode() for name in _INLINE}
-    scripts = " ".join(f"'sha256-{digest}'" for name, digest in hashed.items() if name != "style")
-    return (
-        f"default-src 'none'; style-src 'sha256-{hashed['style']}'; script-src {scripts}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What the page of `rlcore watch` shows in addition.
+
+    Attributes:
+        run: Identifies the run; the page reloads itself if it changes.
+        version: Identifies the contents; the page loads its charts again if it changes.
+        every_s: Interval at which the page asks for changes, in seconds.
+    """
+
+    run: str
+    version: str
+    every_s: float
 
 
 def _parts(run: RunFolder, ending: Ending) -> dict[str, Any]:
@@ -120,6 +129,17 @@ def _parts(run: RunFolder, ending: Ending) -> dict[str, Any]:
         "max_mib": MAX_MIB,
         "live": None,
     }
+
+
+def security_policy() -> str:
+    """A Content-Security-Policy under which a page runs its own style and scripts only, and loads nothing from elsewhere."""
+    texts = _environment().globals
+    hashed = {name: b64encode(sha256(str(texts[name]).encode()).digest()).decode() for name in _INLINE}
+    scripts = " ".join(f"'sha256-{digest}'" for name, digest in hashed.items() if name != "style")
+    return (
+        f"default-src 'none'; style-src 'sha256-{hashed['style']}'; script-src {scripts}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
 
 def render_template(name: str, **parts: Any) -> str:
@@ -153,17 +173,16 @@ _INLINE = {
 }
 
 
-def write_page(path: Path, text: str) -> None:
-    """Replaces the file atomically, so that a reader never sees an incomplete page.
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart with its title, legend and note."""
 
-    Raises:
-        UserError: The file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another file with --output.") from error
+    title: str
+    unit: str
+    note: str
+    svg: Markup
+    legend: Sequence[tuple[str, int, str]]
+    """Label, colour, last value."""
 
 
 def figure(curves: Sequence[tuple[str, Curve]], *, title: str, unit: str = "", note: str = "") -> Figure:
@@ -210,63 +229,20 @@ def _timeline(run: RunFolder) -> Figure | None:
     if step is None:
         return None
     timeline = run.timelines[step]
-    phases, waiting = bands(timeline), curves(timeline)
-    seconds = {band.label: 0.0 for band in phases}
-    for band in phases:
+    spans, waiting = bands(timeline), curves(timeline)
+    seconds = {band.label: 0.0 for band in spans}
+    for band in spans:
         seconds[band.label] += band.end - band.start
-    colours = {band.label: band.colour for band in phases}
+    colours = {band.label: band.colour for band in spans}
     legend = [(label, colours[label], f"{format_number(total)} s") for label, total in seconds.items()]
     legend += [(label, colour, format_number(sum(counts) / len(counts))) for label, counts, colour in waiting]
     title = f"Step {step} over time"
-    svg = Markup(time_chart(timeline["seconds"], phases, waiting, title=title))
+    svg = Markup(time_chart(timeline["seconds"], spans, waiting, title=title))
     note = (
         "The step with the median duration. Top: phases of the trainer, which waits for rollouts in the phase rollout. "
         f"Curves: number of rollouts that wait for the engine and for the environment. {advice(run, timeline)}"
     )
     return Figure(title=title, unit="rollouts, by second", note=note.strip(), svg=svg, legend=legend)
-
-
-def _tiles(run: RunFolder, ending: Ending) -> list[tuple[str, str, str]]:
-    """The headline numbers: label, value, remark."""
-    tiles = []
-    for name in ("reward/mean", "validation/accuracy", "validation/loss"):
-        curve = run.curve(name)
-        if curve.steps:
-            first, last = format_number(curve.values[0]), format_number(curve.values[-1])
-            tiles.append((name.removesuffix("/mean").replace("/", " "), last, f"{first} at step {curve.steps[0]}"))
-    seconds = run.curve(STEP_TIME).values
-    if seconds:
-        tiles.append(
-            ("total step time", format_duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s per step")
-        )
-        left = (run.planned_steps or 0) - (run.last_step or 0)
-        if left > 0 and not ending.is_over:
-            recent = seconds[-_RECENT:]
-            tiles.append(("time left", format_duration(left * sum(recent) / len(recent)), f"{left} steps, at the recent speed"))
-    speed = run.curve("tokens_per_s").values
-    if speed:
-        tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median over steps"))
-    return tiles
-
-
-def _settings(run: RunFolder) -> list[tuple[str, str, str, str]]:
-    """All config values: key, value, kind of origin, origin."""
-    sources = (run.provenance or {}).get("values", {})
-    rows = []
-    for key, value in leaves(run.config or {}):
-        source = sources.get(key, {})
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        if len(text) > LONGEST_VALUE:
-            text = f"{text[:LONGEST_VALUE]} [... {len(text) - LONGEST_VALUE} characters omitted]"
-        rows.append((key, text, source.get("kind", ""), source.get("source", "")))
-    return rows
-
-
-def _tail(text: str | None) -> str | None:
-    """The end of a long error message, which has the cause."""
-    if text is None or len(text) <= LONGEST_ERROR:
-        return text
-    return f"[... {len(text) - LONGEST_ERROR} characters omitted]\n{text[-LONGEST_ERROR:]}"
 
 
 _COLOURS = {"train": 0, "refit": 1, "score": 2, "train_value": 3, "validate": 4, "rollout": 7}
@@ -325,36 +301,57 @@ def _remedy(trainer: float, engine: float, run: RunFolder, timeline: Mapping[str
     return "Sampling is slower than training: the engine needs more resources."
 
 
-PAGE = "report.html"
+_RECENT = 20
+"""Steps whose mean time predicts that of the rest."""
 
 
-def report(
-    run_folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="A run folder, or its name in runs.", show_default=False, autocompletion=completed_runs
-        ),
-    ],
-    output: Annotated[Path | None, typer.Option(help="Output file; report.html in the run folder by default.")] = None,
-    max_mib: Annotated[
-        float, typer.Option(min=0.5, help="Maximum size of the report in MiB; rollouts are omitted to stay below it.")
-    ] = 5.0,
-) -> None:
-    """Write an HTML report of a run: curves, rollouts by token, config, versions, outcome.
+def _tiles(run: RunFolder, ending: Ending) -> list[tuple[str, str, str]]:
+    """The headline numbers: label, value, remark."""
+    tiles = []
+    for name in ("reward/mean", "validation/accuracy", "validation/loss"):
+        curve = run.curve(name)
+        if curve.steps:
+            first, last = format_number(curve.values[0]), format_number(curve.values[-1])
+            tiles.append((name.removesuffix("/mean").replace("/", " "), last, f"{first} at step {curve.steps[0]}"))
+    seconds = run.curve(STEP_TIME).values
+    if seconds:
+        tiles.append(
+            ("total step time", format_duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s per step")
+        )
+        left = (run.planned_steps or 0) - (run.last_step or 0)
+        if left > 0 and not ending.is_over:
+            recent = seconds[-_RECENT:]
+            tiles.append(("time left", format_duration(left * sum(recent) / len(recent)), f"{left} steps, at the recent speed"))
+    speed = run.curve("tokens_per_s").values
+    if speed:
+        tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median over steps"))
+    return tiles
 
-    The report is a single file that needs no network. The run may still be in progress; `rlcore watch` shows a page that is
-    updated.
 
-    Example:
-        rlcore report grpo_addition
-        rlcore report runs/grpo_addition --output /tmp/run.html
-    """
-    run_folder = existing_run_path(run_folder)
-    page = output if output is not None else run_folder / PAGE
-    run = read_run_folder(run_folder)
-    ending = ending_of(run)
-    write_page(page, render(run, ending, max_mib=max_mib))
-    print(f"{page} ({format_size(page.stat().st_size)}). {ending.sentence}", flush=True)
+LONGEST_VALUE = 2000
+
+
+def _settings(run: RunFolder) -> list[tuple[str, str, str, str]]:
+    """All config values: key, value, kind of origin, origin."""
+    sources = (run.provenance or {}).get("values", {})
+    rows = []
+    for key, value in leaves(run.config or {}):
+        source = sources.get(key, {})
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if len(text) > LONGEST_VALUE:
+            text = f"{text[:LONGEST_VALUE]} [... {len(text) - LONGEST_VALUE} characters omitted]"
+        rows.append((key, text, source.get("kind", ""), source.get("source", "")))
+    return rows
+
+
+LONGEST_ERROR = 20_000
+
+
+def _tail(text: str | None) -> str | None:
+    """The end of a long error message, which has the cause."""
+    if text is None or len(text) <= LONGEST_ERROR:
+        return text
+    return f"[... {len(text) - LONGEST_ERROR} characters omitted]\n{text[-LONGEST_ERROR:]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
-"""The values and comments of the config that `rlcore init` writes.
+"""The config that `rlcore init` writes: its values and comments, and how it is fitted to GPUs.
 
-Fits the config that `rlcore init` writes to GPUs: layout, LoRA or full training, microbatches, engine and transport.
-
-Candidates are planned one after the other, the fastest first, and the first that fits is taken. Nothing is stored per model.
+For GPUs, candidates of layout, LoRA or full training, microbatches, engine and transport are planned one after the other, the
+fastest first, and the first that fits is taken. Nothing is stored per model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
     from rl_train.plan.planner import MemoryPlan
 
-
 REASONING_TOKENS = 256
 """Room in a completion for reasoning before the answer, in tokens."""
 _ROUNDED_TO = 16
@@ -32,7 +30,6 @@ FEWEST_ROWS = 40
 """Data with fewer rows is not split: a validation of a few rows would be noise."""
 _MATHEMATICS = re.compile(r"[-+]?[\d.,/%$ ]*\d[\d.,/%$ ]*|.*[\\^].*", re.DOTALL)
 _FINAL_ANSWER = 'End with a line that consists of "Answer: " and the answer only.'
-
 COMMENTS = {
     "grpo.num_prompts_per_step": "prompts per step",
     "grpo.num_generations_per_prompt": "completions per prompt, compared with each other",
@@ -292,7 +289,6 @@ _LORA_RANK: Final = 32
 _LORA_RATE: Final = 10.0
 """Learning rate of adapters, relative to that of all weights (https://thinkingmachines.ai/blog/lora/)."""
 _LARGER: Final = ("24GiB", "80GiB", "8x80GiB", "2x8x80GiB")
-
 RECIPE_COMMENTS: Final = {
     "policy.optimizer.kwargs.lr": "1e-5 for models below a billion parameters, 1e-6 above; ten times as much with LoRA",
     "policy.precision": "weights and activations; optimizer state is float32",

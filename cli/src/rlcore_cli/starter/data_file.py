@@ -1,6 +1,7 @@
-"""Reads a data file in any of the usual formats; formats that no dataset reads are converted to JSON Lines.
+"""Reads a data file in any of the usual formats, and recognizes what its rows are.
 
-Recognizes what the rows of a data file are, from the names and values of their fields; a few bad rows do not matter.
+Formats that no dataset reads are converted to JSON Lines. Rows are recognized by the names and values of their fields; a few
+bad rows do not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from rl_train.data.records import field_value
 
 if TYPE_CHECKING:
     from rl_train.data.records import BadRow
-
 
 _TABLES = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """Separators that are tried, by file extension; the first is the usual one."""
@@ -143,7 +143,6 @@ def json_lines_text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 Row = Mapping[str, Any]
-
 _QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
 ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
 _RESPONSES = ("response", "completion", "output")
