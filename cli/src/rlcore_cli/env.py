@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_core.errors import UserError
-from rlcore_cli.arguments import AsJson, Overrides, integers
+from rlcore_cli.arguments import AsJson, Overrides, counted, integers
 from rlcore_cli.lazy import lazy_app
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def play_env(
             print(f"  the environment has not ended the rollout after {limit} turns, the maximum; --turns N sets another")
     finally:
         environment.shutdown()
-    print(f"total reward {total:g} after {number} {'turn' if number == 1 else 'turns'}")
+    print(f"total reward {total:g} after {counted(number, 'turn')}")
 
 
 def _lines_of(script: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_core.errors import ConfigError
+from rlcore_cli.arguments import counted
 
 if TYPE_CHECKING:
     from rlcore_cli.importing.apply import Imported
@@ -42,20 +43,16 @@ def import_config(
     text = f"# Converted from {config.name} (NeMo RL) by `rlcore import-config`.\n\n{imported.to_yaml()}"
     errors = _errors(text)
     if output is not None:
-        _write(text, output)
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror or error}. Choose another --output.") from None
     if as_json:
         print(json.dumps({"config": imported.values, **_listed(imported), "errors": errors}, indent=2))
         return
     if output is None:
         print(text, end="")
     print("\n".join(_report(imported, errors, output)), file=sys.stderr if output is None else sys.stdout)
-
-
-def _write(text: str, output: Path) -> None:
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror or error}. Choose another --output.") from None
 
 
 def _errors(text: str) -> list[str]:
@@ -104,6 +101,6 @@ def _report(imported: Imported, errors: list[str], output: Path | None) -> list[
         rows += [f"  {one.key} = {show(one.value)}: {one.reason}" for one in imported.added] + [""]
     name = str(output) if output is not None else "The new config"
     if errors:
-        count = f"{len(errors)} {'error' if len(errors) == 1 else 'errors'}"
+        count = counted(len(errors), "error")
         return [*rows, f"{name} does not pass `rlcore validate` yet ({count}):", *(f"  {it}" for it in errors)]
     return [*rows, f"{name} passes `rlcore validate`"]

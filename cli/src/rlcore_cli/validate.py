@@ -102,8 +102,7 @@ def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> N
         ]
         print(json.dumps({"valid": False, "errors": rows, "not_checked": error.not_checked}, indent=2))
         return
-    count = len(error.problems)
-    print(f"{config} has {count} {'error' if count == 1 else 'errors'}:\n{error}", file=sys.stderr)
+    print(f"{config} has {counted(len(error.problems), 'error')}:\n{error}", file=sys.stderr)
     if skipped := len(error.not_checked):
         print(f"Because of these errors, {counted(skipped, 'check')} could not run; --json lists them.", file=sys.stderr)
 

@@ -14,6 +14,7 @@ from typing import Literal
 from rl_core.cluster.placement import Request, insufficient, plan
 from rl_core.cluster.ray_runtime import refuse_silent_port
 from rl_core.errors import RLCoreError, UserError
+from rlcore_cli.arguments import counted
 from rlcore_cli.cluster_check.nodes import NodeReport, Questions, Survey, questions_of, survey_nodes
 from rlcore_cli.listing import print_table
 
@@ -53,8 +54,7 @@ def _plain(address: str, survey: Survey, findings: list[Finding], *, healthy: bo
 
 
 def _print(address: str, survey: Survey, findings: list[Finding]) -> None:
-    count = len(survey.nodes)
-    print(f"Ray at {address}: {count} {'node' if count == 1 else 'nodes'}")
+    print(f"Ray at {address}: {counted(len(survey.nodes), 'node')}")
     rows = [["  node", "host", "Python", *_SHOWN, "free CPUs", "free GPUs"]]
     for name, node in survey.nodes.items():
         answer = survey.reports[name]

@@ -225,11 +225,11 @@ def _times(run: RunFolder) -> Figure | None:
 
 def _timeline(run: RunFolder) -> Figure | None:
     """The step with the median duration over time."""
-    step = typical_step(run.timelines)
+    step = _typical_step(run.timelines)
     if step is None:
         return None
     timeline = run.timelines[step]
-    spans, waiting = bands(timeline), curves(timeline)
+    spans, waiting = _bands(timeline), _waiting(timeline)
     seconds = {band.label: 0.0 for band in spans}
     for band in spans:
         seconds[band.label] += band.end - band.start
@@ -240,7 +240,7 @@ def _timeline(run: RunFolder) -> Figure | None:
     svg = Markup(time_chart(timeline["seconds"], spans, waiting, title=title))
     note = (
         "The step with the median duration. Top: phases of the trainer, which waits for rollouts in the phase rollout. "
-        f"Curves: number of rollouts that wait for the engine and for the environment. {advice(run, timeline)}"
+        f"Curves: number of rollouts that wait for the engine and for the environment. {_advice(run, timeline)}"
     )
     return Figure(title=title, unit="rollouts, by second", note=note.strip(), svg=svg, legend=legend)
 
@@ -252,14 +252,14 @@ _BALANCED = 0.15
 """Idle fractions below it are not worth a change."""
 
 
-def typical_step(timelines: Mapping[int, Mapping[str, Any]]) -> int | None:
+def _typical_step(timelines: Mapping[int, Mapping[str, Any]]) -> int | None:
     """The step with the median duration, without the first, which starts with an idle engine; None without steps."""
     steps = sorted(timelines)[1:] or sorted(timelines)
     ordered = sorted(steps, key=lambda step: (timelines[step]["seconds"], step))
     return ordered[len(ordered) // 2] if ordered else None
 
 
-def bands(timeline: Mapping[str, Any]) -> list[Band]:
+def _bands(timeline: Mapping[str, Any]) -> list[Band]:
     """The phases of the step loop; phases of plugins have the color of `rollout`."""
     return [
         Band(label=name, start=start, end=end, colour=_COLOURS.get(name, _COLOURS["rollout"]))
@@ -267,7 +267,7 @@ def bands(timeline: Mapping[str, Any]) -> list[Band]:
     ]
 
 
-def curves(timeline: Mapping[str, Any]) -> list[tuple[str, Sequence[float], int]]:
+def _waiting(timeline: Mapping[str, Any]) -> list[tuple[str, Sequence[float], int]]:
     """Label, number of rollouts over the step, and color: those that wait for the engine, and for the environment if any do."""
     waiting = timeline["waiting"]
     return [
@@ -277,7 +277,7 @@ def curves(timeline: Mapping[str, Any]) -> list[tuple[str, Sequence[float], int]
     ]
 
 
-def advice(run: RunFolder, timeline: Mapping[str, Any]) -> str:
+def _advice(run: RunFolder, timeline: Mapping[str, Any]) -> str:
     """Which side needs more resources, from the idle fractions of all steps but the first and the timeline of one."""
     idle = {side: run.curve(f"{side}/idle_frac").values for side in ("trainer", "engine")}
     if not all(idle.values()):
