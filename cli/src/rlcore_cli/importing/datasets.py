@@ -109,7 +109,7 @@ _HUB: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gsm8k": _GSM8K,
     "GSM8K": _GSM8K,
 }
-"""Datasets that are built into NeMo RL: where they are on the Hugging Face Hub, and their question and answer fields."""
+"""Datasets that are built into NeMo RL: their repositories on the Hugging Face Hub, and their question and answer fields."""
 
 
 def _own(split: str, value: _Value) -> Callable[[Any, ForeignConfig], Decision]:

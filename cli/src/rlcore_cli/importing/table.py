@@ -1,4 +1,4 @@
-"""Reads `nemo_rl.yaml`: the keys of NeMo RL, what becomes of each, and why.
+"""Reads `nemo_rl.yaml`: the keys of NeMo RL with their outcomes in rlcore and the reasons.
 
 A row has one or more keys, separated by spaces and relative to its sections; `*` matches one component of a key, and `**`
 at the end everything below. The first row that matches a key decides, with the first of its cases that applies:
