@@ -1,4 +1,4 @@
-"""Compares the memory that `rlcore plan` predicts with measurements; see plan_time_vs_measured.py for the time of a step.
+"""Compares the memory that `rlcore plan` predicts with measurements.
 
     python benchmarks/plan_vs_measured.py              # all configs; writes results/plan_vs_measured.json and .md
     python benchmarks/plan_vs_measured.py full lora    # some of them; replaces their rows

@@ -20,7 +20,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.plan.planner import resolved
-from rl_train.plan.time_plan import GPUS, gpu_planner, plan_time
+from rl_train.plan.time_plan import GPUS, engine_time, plan_time
 
 RESULTS = Path(__file__).parent / "results" / "plan_vs_published"
 LLAMA = {"model_type": "llama", "max_position_embeddings": 131072, "tie_word_embeddings": False}
@@ -254,7 +254,7 @@ def computed(figure: Figure, folder: Path, registry: Registry) -> dict[str, floa
     if figure.kind == "rollout":
         run = resolved(run, on_gpu=True)
         assert run.policy.generation is not None
-        engine = gpu_planner(run, registry, GPUS[figure.gpu], figure.completion, "generation", run.policy.generation)
+        engine = engine_time(run, registry, GPUS[figure.gpu], run.policy.generation, figure.completion)
         lengths = {"prompt": figure.prompt, "completion": figure.completion}
         return {"rollout": engine.seconds(rows=figure.rows, prompts=figure.rows, **lengths)}
     plan = plan_time(run, registry, gpu=GPUS[figure.gpu], prompt=figure.prompt, completion=figure.completion or None)

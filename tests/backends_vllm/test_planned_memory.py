@@ -3,7 +3,7 @@
 import transformers
 
 from rl_backends_vllm.config import VllmConfig
-from rl_backends_vllm.planned import EngineMemory
+from rl_backends_vllm.planned_memory import EngineMemory
 
 SHAPE = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2}
 

@@ -1,20 +1,28 @@
-"""`rlcore plan`: memory by process, time of a step, overrides that were tried, exit codes; the warning of `rlcore train`."""
+"""`rlcore plan`: memory by process, overrides that were tried, measured steps, exit codes; the warning of `rlcore train`."""
 
 import json
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
+import marked_processes
 import pytest
 from command_line import rlcore
 
-from rl_core.errors import NotSupportedError
+import rlcore_cli.plan
+from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.files import parse_size
-from rl_train.plan import suggestions, time_plan
+from rl_train.plan import measured_step, suggestions
 from rl_train.plan.planner import microbatch, with_shared_prefixes
-from rl_train.plan.time_plan import GPUS
+from rl_train.plan.time_plan import GPUS, plan_time
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo_addition.yaml"
@@ -25,7 +33,7 @@ IN_PROCESS = "cluster.backend=in_process"
 def plan(*arguments):
     """Exit code and JSON of the command."""
     result = rlcore("plan", GRPO, *arguments, "--json")
-    assert all(line.startswith(("tracing", "the run does not fit")) for line in result.stderr.splitlines())
+    assert all(line.startswith(("tracing", "the run does not fit", "starting the run")) for line in result.stderr.splitlines())
     return result.returncode, json.loads(result.stdout)
 
 
@@ -38,10 +46,7 @@ def test_the_quickstart_is_planned_by_process_and_phase():
     phases = processes["policy"]["phases"]
     assert processes["policy"]["peak"] == max(sum(parts.values()) for parts in phases.values())
     assert any("every row is counted with 16 tokens" in text for text in planned["not_counted"])
-    step = planned["step"]
-    assert set(step["phases"]) == {"rollout", "refit", "train", "update"}
-    assert step["seconds"] == pytest.approx(sum(step["phases"].values()))
-    assert (step["prompt_tokens"] + step["completion_tokens"], step["not_predicted"]) == (16, {})
+    assert planned["step"] is None
 
 
 def test_overrides_that_make_a_run_fit_make_it_fit_when_they_are_applied():
@@ -102,18 +107,20 @@ def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
 def test_a_run_whose_backends_describe_nothing_is_planned_without_them(tmp_path, monkeypatch, hardware):
     (tmp_path / "plain_backends.py").write_text(
         "from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy\n"
-        "class Policy(HuggingFacePolicy):\n    memory_planner = time_planner = None\n"
-        "class Engine(HuggingFaceGeneration):\n    memory_planner = time_planner = None\n"
+        "class Policy(HuggingFacePolicy):\n    memory_planner = None\n"
+        "class Engine(HuggingFaceGeneration):\n    memory_planner = None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     backends = ("policy.backend=plain_backends.Policy", "policy.generation.backend=plain_backends.Engine")
     code, found = plan(*backends, *hardware)
-    assert (code, found["fits"], found["step"]["seconds"]) == (0, None, None)
+    assert (code, found["fits"]) == (0, None)
     assert found["not_counted"][:2] == [
         "all of `policy`: its backend plain_backends.Policy does not describe its memory",
         "all of the engine: its backend plain_backends.Engine does not describe its memory",
     ]
-    assert all("plain_backends." in reason for reason in found["step"]["not_predicted"].values()), found["step"]
+    if "--gpu" in hardware:
+        assert found["step"]["seconds"] is None
+        assert all("plain_backends." in reason for reason in found["step"]["not_predicted"].values()), found["step"]
 
 
 def test_the_time_on_a_named_gpu_is_computed_and_marked():
@@ -125,6 +132,74 @@ def test_the_time_on_a_named_gpu_is_computed_and_marked():
     printed = rlcore("plan", GRPO, "--gpu", "H100").stdout
     assert "on H100 GPUs, computed, not run on a GPU" in printed
     assert "passes reach 40% of the peak" in printed
+
+
+def test_a_measured_step_has_the_phases_of_the_run_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rows = ("grpo.num_prompts_per_step=4", "policy.train_micro_batch_size=32")
+    code, planned = plan("--measure", IN_PROCESS, *rows)
+    step = planned["step"]
+    assert (code, step["gpu"]) == (0, None)
+    assert set(step["phases"]) == {"refit", "rollout", "score", "train"}
+    assert 0 < sum(step["phases"].values()) <= step["seconds"]
+    assert 1 <= step["completion_tokens"] <= 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_does_not_fit_is_not_measured(monkeypatch):
+    monkeypatch.setattr(rlcore_cli.plan, "available_memory", lambda: 500 * 2**20)
+    monkeypatch.setattr(measured_step, "build_run", lambda *_, **__: pytest.fail("started"))
+    result = rlcore("plan", GRPO, IN_PROCESS, "--measure")
+    assert result.returncode == 1
+    assert "time per step: not measured; because the run does not fit" in result.stdout
+
+
+def test_a_model_without_weights_is_planned_but_not_measured(tmp_path):
+    for name in MODEL.glob("*.json"):
+        shutil.copy(name, tmp_path)
+    given = (GRPO, IN_PROCESS, f"policy.model_name={tmp_path}")
+    planned = rlcore("plan", *given)
+    assert planned.returncode == 0
+    assert "not measured; use --measure" in planned.stdout
+    refused = rlcore("plan", *given, "--measure")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "model.safetensors" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_algorithm_that_ends_early_cannot_be_measured(monkeypatch):
+    monkeypatch.setattr("rl_train.algorithms.grpo.train", lambda config, run: None)
+    registry = Registry(discover())
+    with pytest.raises(ConfigError, match="grpo ended before its second step"):
+        measured_step.measure_step(load_config(GRPO, [IN_PROCESS], registry=registry), registry)
+
+
+@pytest.mark.slow
+def test_processes_of_a_measured_run_end_with_the_command_and_on_sigterm(tmp_path):
+    short = Path(tempfile.mkdtemp(dir="/tmp"))  # sockets of Ray have short paths
+    command = [sys.executable, "-m", "rlcore_cli.main", "plan", str(GRPO), "--measure"]
+    environment = {**os.environ, "TMPDIR": str(short), marked_processes.MARK: str(tmp_path)}
+    settings = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "grpo.num_prompts_per_step=4"], **settings) as process:
+        out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "measured in the second step" in out
+    marked_processes.assert_gone(str(tmp_path))
+    assert not list(short.glob("rlcore-plan-*"))
+    assert not (tmp_path / "runs").exists()
+    with subprocess.Popen(command, **settings) as process:
+        until = time.monotonic() + 300
+        while not list(short.glob("rlcore-plan-*")):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        time.sleep(1)
+        process.terminate()
+        process.communicate(timeout=300)
+    assert process.returncode == 143
+    marked_processes.assert_gone(str(tmp_path))
+    assert not list(short.glob("rlcore-plan-*"))
+    shutil.rmtree(short)
 
 
 @pytest.mark.slow
@@ -144,6 +219,10 @@ def test_ranks_of_megatron_are_planned_without_other_ranks():
         (("--gpu", "0GiB"), "--gpu 0GiB is not a size"),
         (("--gpu", "h1000"), "one of: a10, a40, a100"),
         (("--gpu", "80GiB", "--memory", "24GiB"), "not both"),
+        (("--measure", "--gpu", "h100"), "leave out --gpu and --memory"),
+        (("--measure", "--memory", "24GiB"), "leave out --gpu and --memory"),
+        (("--completion-tokens", "8"), "with --gpu only"),
+        (("--measure", IN_PROCESS, "grpo.max_num_steps=1"), "max_num_steps: is 1"),
         (("policy.model_name=nowhere/at/all",), "nowhere/at/all"),
         (("policy.nothing=1",), "nothing"),
     ],
@@ -174,92 +253,11 @@ def test_rows_of_a_prompt_are_planned_as_one_sequence(length, new_tokens, rows, 
     assert with_shared_prefixes(run, microbatch(run, run.policy, training=True)).shape == shape
 
 
-class _Clockwork:
-    """A backend's planner in which a token of a pass takes a second, and a sampled one a tenth."""
-
-    refit_bytes_per_s = 1e9
-
-    def __init__(self, section):
-        self.section = section
-
-    def seconds(self, **given):
-        if "rows" in given:
-            return 0.1 * given["rows"] * given["completion"]
-        score, scored = {"score": given["tokens"]}, given["scored"]
-        return {**score, "train": 2 * given["tokens"] + scored, "update": 10.0} if given["training"] else score
-
-
-def planned_time(monkeypatch, *overrides, prompt=None, completion=None, planner=_Clockwork):
-    registry = Registry(discover())
-    monkeypatch.setattr(time_plan, "_OVERHEAD", 1.0)
-    monkeypatch.setattr(time_plan, "_planner", lambda registry, kind, section: planner(section))
-    sizes = ("policy.max_total_sequence_length=20", "policy.generation.max_new_tokens=8", 'policy.shared_prefix="off"')
-    rows = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8", "policy.train_micro_batch_size=4")
-    run = load_config(
-        GRPO, [IN_PROCESS, *sizes, *rows, "policy.train_global_batch_size=null", *overrides], registry=registry
-    ).run
-    return time_plan.plan_time(run, registry, prompt=prompt, completion=completion)
-
-
-def test_the_time_of_a_step_counts_all_rows_and_optimizer_steps(monkeypatch):
-    plan = planned_time(monkeypatch)
-    assert plan.phases == pytest.approx({"rollout": 0.1 * 32 * 8, "train": 32 * (2 * 20 + 8), "update": 10.0})
-    assert (plan.prompt, plan.completion, plan.seconds) == (12, 8, pytest.approx(sum(plan.phases.values())))
-    steps = planned_time(monkeypatch, "policy.train_global_batch_size=8").phases
-    assert steps == pytest.approx({**plan.phases, "score": 32 * 20, "update": 40.0})
-    compared = planned_time(monkeypatch, "++loss_fn.reference_policy_kl_penalty=0.1").phases
-    assert compared == pytest.approx({**plan.phases, "reference": 32 * 20})
-
-
-def test_lengths_that_are_given_replace_the_limits(monkeypatch):
-    plan = planned_time(monkeypatch, prompt=3, completion=5)
-    assert plan.phases["train"] == pytest.approx(32 * (2 * 8 + 5))
-    assert (plan.prompt, plan.completion) == (3, 5)
-    longest = planned_time(monkeypatch, prompt=30, completion=50)
-    assert (longest.prompt + longest.completion, longest.completion) == (20, 8)
-
-
-def test_prompts_that_rows_share_are_computed_once(monkeypatch):
-    plan = planned_time(monkeypatch, "policy.shared_prefix=auto")
-    assert plan.phases["train"] == pytest.approx(8 * (2 * (12 + 4 * 8) + 4 * 8))
-
-
-def test_the_time_of_a_step_is_not_predicted_without_that_of_each_phase(monkeypatch):
-    def unknown(section):
-        raise NotSupportedError("nobody knows")
-
-    plan = planned_time(monkeypatch, planner=unknown)
-    assert (plan.seconds, plan.phases) == (None, {})
-    assert plan.not_predicted == {"rollout": "nobody knows", "passes of policy": "nobody knows"}
-    asynchronous = ("++rollout.max_staleness=1", "++loss_fn.ratio_to=sampler", "cluster.backend=ray")
-    overlapping = planned_time(monkeypatch, *asynchronous)
-    assert (overlapping.seconds, set(overlapping.not_predicted)) == (None, {"step"})
-
-
-def test_threads_that_wait_on_a_busy_machine_take_at_most_the_time_of_one(monkeypatch):
-    import torch
-
-    class Waiting(_Clockwork):
-        def seconds(self, **given):
-            return 1.0 if "rows" in given else dict.fromkeys(("score", "train", "update"), 9.0 ** (torch.get_num_threads() - 1))
-
-    before = torch.get_num_threads()
-    monkeypatch.setattr(torch, "set_num_threads", torch._C.set_num_threads)  # vLLM replaces it when it is imported
-    monkeypatch.setattr(time_plan, "_worker_threads", lambda run: 2)
-    times = {}
-    for load in (0.0, 3.0):
-        monkeypatch.setattr(time_plan, "_load", lambda load=load: load)
-        times[load] = planned_time(monkeypatch, "cluster.backend=ray", planner=Waiting).phases["update"]
-    assert times == {0.0: 9.0, 3.0: 1.0}
-    assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("gpu", [None, "h100"])
-def test_sft_that_samples_in_validation_only_is_timed_without_a_rollout(gpu):
+def test_sft_that_samples_in_validation_only_is_timed_without_a_rollout():
     registry = Registry(discover())
     overrides = [f"policy.model_name={MODEL}", IN_PROCESS, "sft.global_batch_size=4"]
     run = load_config(EXAMPLES / "sft_addition.yaml", overrides, registry=registry).run
-    plan = time_plan.plan_time(run, registry, gpu=None if gpu is None else GPUS[gpu])
+    plan = plan_time(run, registry, gpu=GPUS["h100"])
     assert (set(plan.phases), plan.not_predicted) == ({"train", "update"}, {})
 
 

@@ -42,7 +42,6 @@ class HuggingFaceGeneration(DistributedGeneration):
 
     config: HFGenerationConfig
     memory_planner = "rl_backends_hf.planned_memory:EngineMemory"
-    time_planner = "rl_backends_hf.planned_time:EngineTime"
 
     def __init__(
         self,

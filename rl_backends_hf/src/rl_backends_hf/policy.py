@@ -40,7 +40,6 @@ class HuggingFacePolicy(DistributedPolicy):
 
     checkpoint_conversions = {"hf": "rl_backends_hf.convert:to_folder"}  # noqa: RUF012
     memory_planner = "rl_backends_hf.planned_memory:PolicyMemory"
-    time_planner = "rl_backends_hf.planned_time:PolicyTime"
 
     def __init__(
         self,

@@ -52,7 +52,6 @@ class TrainableModel:
     Args:
         chunks: this rank's model chunks; their config gets the hooks of the data-parallel wrapper.
         config: the section `policy`.
-        has_gloo: whether there are groups of the backend gloo, which gather the optimizer's state for checkpoints.
 
     Attributes:
         models: the wrapped chunks, which schedules run.
@@ -60,7 +59,7 @@ class TrainableModel:
         weight_version: number of optimizer steps taken.
     """
 
-    def __init__(self, chunks: Chunks, config: MegatronPolicyConfig, *, has_gloo: bool = True) -> None:
+    def __init__(self, chunks: Chunks, config: MegatronPolicyConfig) -> None:
         megatron = config.megatron_cfg
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=megatron.grad_reduce_in_fp32,
@@ -85,7 +84,6 @@ class TrainableModel:
             _settings(config),
             self.models,
             config_overrides=_no_decay_overrides(config.optimizer),
-            use_gloo_process_groups=has_gloo,
         )
         self.weight_version = 0
 

@@ -53,7 +53,6 @@ class MegatronPolicy(DistributedPolicy):
     """
 
     memory_planner = "rl_backends_megatron.planned_memory:PolicyMemory"
-    time_planner = "rl_backends_megatron.planned_time:PolicyTime"
     checkpoint_conversions = {"megatron": "rl_backends_megatron.loading:to_megatron"}  # noqa: RUF012
 
     def __init__(

@@ -41,8 +41,7 @@ class VllmGeneration(DistributedGeneration):
         ConfigError: a field does not exist or has a value that is not allowed.
     """
 
-    memory_planner = "rl_backends_vllm.planned:EngineMemory"
-    time_planner = "rl_backends_vllm.planned:EngineTime"
+    memory_planner = "rl_backends_vllm.planned_memory:EngineMemory"
     config: VllmConfig
 
     def __init__(

@@ -13,7 +13,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.plan.planner import resolved
-from rl_train.plan.time_plan import GPUS, gpu_planner, parse_gpu, plan_time
+from rl_train.plan.time_plan import GPUS, engine_time, parse_gpu, plan_time
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -80,6 +80,26 @@ def test_checkpointing_adds_a_forward_pass_and_adapters_save_the_gradients_of_fr
     assert adapters > 2 / 3 * train  # attention has a whole backward pass
 
 
+def test_several_optimizer_steps_and_a_reference_policy_add_passes(model, registry):
+    once = plan(grpo(model), registry)
+    assert set(once.phases) == {"rollout", "refit", "train", "update"}
+    assert once.seconds == pytest.approx(sum(once.phases.values()))
+    several = plan(grpo(model, policy={"train_global_batch_size": 32}), registry).phases
+    assert several["update"] == pytest.approx(4 * once.phases["update"])
+    assert several["train"] == pytest.approx(once.phases["train"])
+    compared = plan({**grpo(model), "loss_fn": {"reference_policy_kl_penalty": 0.1}}, registry).phases
+    assert compared == pytest.approx({**once.phases, "reference": several["score"]})
+
+
+def test_prompts_that_rows_share_are_computed_once(model, registry):
+    policy = {"shared_prefix": "auto", "train_micro_batch_size": 8}
+    train, alone = (plan(grpo(model, policy=each), registry).phases["train"] for each in (policy, {}))
+    shared = 8 * 1024 + 512
+    forward = 2 * (2 * MATRICES * shared + 2 * HEAD * 8 * 1024 + 4 * LAYERS * HIDDEN * shared * 1536 / 2)
+    assert train == pytest.approx(3 * forward / (0.4 * 989.4e12))
+    assert train < alone
+
+
 def test_the_gradients_of_eight_gpus_are_summed_by_a_ring(model, registry):
     update, alone = (plan(grpo(model, gpus=gpus), registry).phases["update"] for gpus in (8, 1))
     assert update - alone == pytest.approx(2 * 7 / 8 * 4 * (MATRICES + HEAD) / 450e9)
@@ -90,7 +110,7 @@ def test_the_gradients_of_eight_gpus_are_summed_by_a_ring(model, registry):
 def test_a_step_of_sampling_reads_weights_keys_and_values(model, registry):
     run = load_config(grpo(model, gpus=1), registry=registry, stages=()).run
     run = resolved(run, on_gpu=True)
-    engine = gpu_planner(run, registry, H100, 0, "generation", run.policy.generation)
+    engine = engine_time(run, registry, H100, run.policy.generation, 0)
     weights = 2 * (MATRICES + 2 * HEAD + (2 * LAYERS + 1) * HIDDEN)
     token = 2 * 2 * LAYERS * KEYS
     read = 0.7 * 3.35e12
@@ -113,6 +133,21 @@ def test_a_larger_completion_never_takes_less_time(model, registry):
     times = [plan(grpo(model), registry, prompt=512, completion=tokens).seconds for tokens in (1, 16, 128, 512, 1000, 1024)]
     assert None not in times
     assert times == sorted(times)
+
+
+def test_lengths_that_are_given_are_limited_by_those_of_the_config(model, registry):
+    given = plan(grpo(model), registry, prompt=3, completion=5)
+    assert (given.prompt, given.completion) == (3, 5)
+    longest = plan(grpo(model), registry, prompt=3000, completion=5000)
+    assert (longest.prompt, longest.completion) == (512, 1024)
+
+
+def test_phases_that_overlap_have_no_sum(model, registry):
+    overlapping = {**grpo(model), "rollout": {"max_staleness": 1}, "loss_fn": {"ratio_to": "sampler"}}
+    overlapping["policy"]["generation"]["resources"] = {"num_nodes": 1, "workers_per_node": 8}
+    step = plan(overlapping, registry)
+    assert (step.seconds, set(step.not_predicted)) == (None, {"step"})
+    assert "train" in step.phases
 
 
 @pytest.mark.megatron
@@ -146,7 +181,7 @@ def test_of_a_mixture_only_the_experts_of_a_token_are_computed(tmp_path, registr
 def test_the_engine_of_hf_starts_operations_one_by_one(model, registry):
     run = load_config(grpo(model, gpus=1, engine={"backend": "hf"}), registry=registry, stages=()).run
     run = resolved(run, on_gpu=True)
-    engine = gpu_planner(run, registry, H100, 0, "generation", run.policy.generation)
+    engine = engine_time(run, registry, H100, run.policy.generation, 0)
     few, more = (engine.seconds(rows=rows, prompts=1, prompt=8, completion=255) for rows in (1, 8))
     assert few == pytest.approx(10.0, rel=0.01)  # 25.5 tokens per second
     assert more == pytest.approx(few)

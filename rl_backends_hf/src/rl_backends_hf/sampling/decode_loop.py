@@ -95,13 +95,6 @@ class DecodeLoop:
         self._active, self._cache = [], None
         self._seeds = self._tokens = self._tensor([])
 
-    def skip_tokens(self, count: int) -> None:
-        """Move the active rows on by `count` tokens with keys and values of 0, to time a step of longer rows."""
-        if self._cache is not None:
-            self._cache.max_columns += count
-            for _ in range(count):
-                self._cache.advance()
-
     def step(self) -> list[Row]:
         """Draw at least one token for every active row; returns rows that ended, with a `NonFiniteError` in `error` if so."""
         ended: list[Row] = []

@@ -1,11 +1,7 @@
-"""Builds the memory plan of a run. Backends describe their own processes; this module combines them.
+"""Predicts the memory of a run by process, phase and part. Backends describe their own processes; this module combines them.
 
 On GPUs, models and engine use the memory one after the other, as `rl_train.weight_sync.device_memory` arranges it; on CPUs,
-nothing moves.
-
-The rows that a step computes together, from the config alone: numbers of rows and their largest possible length.
-
-The predicted memory of a run: bytes by process, phase and part.
+nothing moves. Every row has the maximum length, because the data are not read.
 """
 
 from __future__ import annotations
@@ -26,81 +22,13 @@ from rl_train.assembly.parts import loss_of
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """Rows of one pass, all of the largest possible length.
-
-    Attributes:
-        rows: Number of rows, at least 1.
-        length: Their length in tokens.
-        several: Whether an optimizer step has more than one.
-    """
-
-    rows: int
-    length: int
-    several: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and length."""
-        return self.rows, self.length
-
-
-def rows_of_step(run: RunConfig) -> int:
-    """Number of rows of a step over all ranks; of preference pairs, both rows count."""
-    needs = run.algorithm.runtime_needs
-    if needs.rollouts is not None:
-        return needs.rollouts.rows_per_draw
-    if needs.records is not None:
-        return needs.records.records_per_step * (2 if needs.records.pairs else 1)
-    return 1
-
-
-def longest_prompt(run: RunConfig) -> int:
-    """Length in tokens of the longest prompt whose completion can still have all of its new tokens; at least 1."""
-    generation = run.policy.generation
-    new_tokens = 0 if generation is None else generation.max_new_tokens
-    return max(1, run.policy.max_total_sequence_length - new_tokens)
-
-
-def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microbatch:
-    """The largest microbatch of a model on one rank; with `sequence_packing`, one row of the token budget."""
-    length, ranks = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), model.data_ranks(run.cluster)
-    rows = rows_of_step(run)
-    if training:
-        rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)
-    on_rank = max(1, -(-rows // ranks))
-    _, limit, _ = model.microbatch_limit(training=training)
-    if model.sequence_packing.enabled:
-        tokens = min(limit, on_rank * length)
-        return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
-    together = max(1, limit // length) if model.dynamic_batching.enabled else limit
-    return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)
-
-
-def with_shared_prefixes(run: RunConfig, batch: Microbatch) -> Microbatch:
-    """The largest microbatch if rows of the same prompt compute it once; such rows become one sequence.
-
-    All completions have the maximum length. The prompt is the longest one, or the longest one with which sharing is not
-    worthwhile, whichever has more tokens to compute.
-    """
-    rollouts = run.algorithm.runtime_needs.rollouts
-    prompt = min(longest_prompt(run), batch.length)
-    completion = batch.length - prompt
-    if rollouts is None or batch.rows == 1:
-        return batch
-    prompts = -(-batch.rows // min(batch.rows, rollouts.samples_per_prompt))
-    saved = MAX_SHARE * batch.rows - prompts
-    alone = prompt
-    if saved > 0:
-        alone = min(prompt, int((1 - MAX_SHARE) * batch.rows * completion / saved))
-    together = prompts * prompt + batch.rows * completion
-    if alone == prompt or batch.rows * (alone + completion) >= together:
-        return replace(batch, length=alone + completion)
-    return replace(batch, rows=1, length=together)
-
-
+_DRIVER_LIBRARIES: Final = 470 * 2**20
+"""Proportional set size of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of
+benchmarks/plan_vs_measured.py."""
+_LONE_LIBRARIES: Final = 460 * 2**20
+"""The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
+_ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
+"""The same of a process that has imported rlcore and no backend."""
 Parts = Mapping[str, int]
 """Bytes by part, such as `weights` or `activations`."""
 
@@ -187,101 +115,46 @@ class MemoryPlan:
         return max(self.processes, key=lambda process: process.bytes_in(self.peak_phase) * process.count)
 
 
-_DRIVER_LIBRARIES: Final = 470 * 2**20
-"""Proportional set size of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of
-plan_vs_measured.py."""
-_LONE_LIBRARIES: Final = 460 * 2**20
-"""The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
-_ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
-"""The same of a process that has imported rlcore and no backend."""
+def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int | None) -> MemoryPlan:
+    """The plan of a run.
 
+    Args:
+        run: The config.
+        registry: Used to look up the loss.
+        on_gpu: Whether models and engine run on GPUs.
+        limit: Bytes that one GPU, or the machine, has for the run; None if unknown.
 
-class ModelMemory(Protocol):
-    """Describes the memory of one rank of a policy; created with the section of the policy.
-
-    A backend names its class in the attribute `memory_planner` of its policy class, as `module:name`.
+    Raises:
+        UserError: The model of a section does not exist or cannot be built.
     """
-
-    def by_phase(
-        self,
-        *,
-        ranks: int,
-        train: tuple[int, int] | None,
-        several: bool,
-        score: tuple[int, int] | None,
-        reference: bool,
-        on_gpu: bool,
-    ) -> Mapping[str, Parts]:
-        """Bytes of one rank by phase (`held`, which is in memory in all phases, `score`, `train`, `update`) and part.
-
-        Args:
-            ranks: Number of ranks.
-            train: Rows of a training microbatch and their length in tokens; None if the model is not trained.
-            several: Whether an optimizer step has several microbatches.
-            score: The same of a scoring microbatch; None if the model does not score.
-            reference: Whether the loss needs a reference policy.
-            on_gpu: Whether it runs on GPUs.
-        """
-
-    def not_counted(self) -> list[str]:
-        """What `by_phase` leaves out."""
-
-    def saving_overrides(self) -> list[str]:
-        """Overrides that save memory."""
-
-    def shares_prefixes(self, *, on_gpu: bool) -> bool:
-        """Whether rows of the same prompt compute its common prefix once."""
-
-    def matrix_sizes(self) -> Mapping[str, float]:
-        """Numbers of weights that a token is multiplied with, by kind; see `rl_train.metrics.measured`."""
-
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether an engine in the same process can compute with its tensors."""
-
-    @property
-    def libraries(self) -> int:
-        """Bytes of a process on CPUs after its imports (proportional set size)."""
+    run = resolved(run, on_gpu=on_gpu)
+    undescribed: list[str] = []
+    not_counted: list[str] = []
+    components = list(_models(run, registry, undescribed, not_counted, on_gpu=on_gpu))
+    policy = memory_planner(registry, "policy", run.policy)
+    shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
+    gpu = limit if on_gpu else None
+    components += _engine(run, registry, undescribed, not_counted, gpu=gpu, on_gpu=on_gpu, shares_weights=shares)
+    processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
+    not_counted += _assumptions(run, on_gpu=on_gpu)
+    return MemoryPlan(
+        processes=tuple(processes),
+        on_gpu=on_gpu,
+        limit=limit,
+        undescribed=tuple(undescribed),
+        not_counted=tuple(not_counted),
+    )
 
 
-class EngineMemory(Protocol):
-    """Describes the memory of one process of an engine; created with the section of the engine. See `ModelMemory`."""
-
-    @property
-    def processes(self) -> int:
-        """Number of processes of a replica, each with its own GPU."""
-
-    @property
-    def libraries(self) -> int:
-        """Bytes of a process on CPUs after its imports (proportional set size)."""
-
-    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
-        """Bytes of one process by phase (`held`, `rollout`, `refit`) and part.
-
-        Args:
-            rows: Rows that a replica samples in a step.
-            prompt: Tokens of the longest prompt.
-            on_gpu: Whether it runs on GPUs.
-            limit: Bytes of a GPU; None if unknown.
-            shares_weights: Whether it may compute with the policy's tensors.
-        """
-
-    def decoding(self, *, rows: int, length: int, limit: int) -> Mapping[str, float]:
-        """What a step of sampling reads on a GPU of `limit` bytes, in one process.
-
-        `rows`: how many of the rows, of `length` tokens, are decoded together; `weights`: bytes of the weights; `token`: bytes
-        of the keys and values of a token; `step_s`: minimum seconds of a step.
-        """
-
-    def not_counted(self) -> list[str]:
-        """What `by_phase` leaves out."""
-
-    def saving_overrides(self) -> list[str]:
-        """Overrides that save memory."""
+def resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
+    """The run with the defaults of its devices. That a GPU supports bfloat16 is assumed."""
+    devices = Devices(use_gpus=on_gpu, have_bfloat16=on_gpu, trains=True)
+    models: dict[str, PolicyConfig] = {name: model.for_devices(devices) for name, model in models_of(run).items()}
+    policy = models["policy"]
+    if policy.generation is not None:
+        engine = policy.generation.for_devices(devices).for_policy(policy)
+        models["policy"] = policy.model_copy(update={"generation": engine})
+    return run.model_copy(update=models)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,54 +171,6 @@ class _Component:
     def with_held(self) -> dict[str, Parts]:
         """All parts that are in memory in each phase."""
         return {phase: _sum(self.held, parts) for phase, parts in self.phases.items()}
-
-
-def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int | None) -> MemoryPlan:
-    """The plan of a run.
-
-    Args:
-        run: The config.
-        registry: Used to look up the loss.
-        on_gpu: Whether models and engine run on GPUs.
-        limit: Bytes that one GPU, or the machine, has for the run; None if unknown.
-
-    Raises:
-        UserError: The model of a section does not exist or cannot be built.
-    """
-    run = resolved(run, on_gpu=on_gpu)
-    undescribed: list[str] = []
-    not_counted: list[str] = []
-    components = [*_models(run, registry, undescribed, not_counted, on_gpu=on_gpu)]
-    policy = memory_planner(registry, "policy", run.policy)
-    shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
-    gpu = limit if on_gpu else None
-    components += _engine(run, registry, undescribed, not_counted, gpu=gpu, on_gpu=on_gpu, shares_weights=shares)
-    processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
-    not_counted += _assumptions(run, on_gpu=on_gpu)
-    left_out = {"undescribed": tuple(undescribed), "not_counted": tuple(not_counted)}
-    return MemoryPlan(processes=tuple(processes), on_gpu=on_gpu, limit=limit, **left_out)
-
-
-def memory_planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
-    """The `ModelMemory` (kind `policy`) or `EngineMemory` (`generation`) of a section; None if its backend has none."""
-    return planner_of(registry, kind, section, attribute="memory_planner")
-
-
-def planner_of(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig, *, attribute: str) -> Any:
-    """An instance of the class that a section's backend names in the attribute `attribute`; None if it names none."""
-    target = getattr(registry.find(kind, section.backend).load(), attribute, None)
-    return None if target is None else resolve(target, key=f"{section.backend}.{attribute}")(section)
-
-
-def resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
-    """The run with the defaults of its devices. That a GPU supports bfloat16 is assumed."""
-    devices = Devices(use_gpus=on_gpu, have_bfloat16=on_gpu, trains=True)
-    models: dict[str, PolicyConfig] = {name: model.for_devices(devices) for name, model in models_of(run).items()}
-    policy = models["policy"]
-    if policy.generation is not None:
-        engine = policy.generation.for_devices(devices).for_policy(policy)
-        models["policy"] = policy.model_copy(update={"generation": engine})
-    return run.model_copy(update=models)
 
 
 def _models(
@@ -378,21 +203,6 @@ def _models(
         named = {phase if name == "policy" else f"{phase} {name}": parts for phase, parts in phases.items()}
         count = -(-ranks_of(run) // nodes)
         yield _Component(name=name, held=held, phases=named, count=count, libraries=planner.libraries)
-
-
-def ranks_of(run: RunConfig) -> int:
-    """Number of ranks of each model."""
-    cluster = run.cluster
-    return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
-
-
-def replicas_of(run: RunConfig, section: GenerationConfig, *, processes: int) -> int:
-    """Number of replicas of the engine, of `processes` processes each."""
-    if section.num_workers is not None:
-        return section.num_workers
-    own = section.resources
-    workers = ranks_of(run) if own is None else own.num_nodes * own.workers_per_node
-    return max(1, workers // processes)
 
 
 def _engine(
@@ -484,3 +294,186 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
     yield "freed tensors that the C library keeps: little with glibc, up to as much again with others"
     if run.cluster.backend == "ray":
         yield "Ray's own processes and its object store"
+
+
+def memory_planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
+    """The `ModelMemory` (kind `policy`) or `EngineMemory` (`generation`) of a section; None if its backend has none."""
+    target = getattr(registry.find(kind, section.backend).load(), "memory_planner", None)
+    return None if target is None else resolve(target, key=f"{section.backend}.memory_planner")(section)
+
+
+class ModelMemory(Protocol):
+    """Describes the memory of one rank of a policy; created with the section of the policy.
+
+    A backend names its class in the attribute `memory_planner` of its policy class, as `module:name`.
+    """
+
+    def by_phase(
+        self,
+        *,
+        ranks: int,
+        train: tuple[int, int] | None,
+        several: bool,
+        score: tuple[int, int] | None,
+        reference: bool,
+        on_gpu: bool,
+    ) -> Mapping[str, Parts]:
+        """Bytes of one rank by phase (`held`, which is in memory in all phases, `score`, `train`, `update`) and part.
+
+        Args:
+            ranks: Number of ranks.
+            train: Rows of a training microbatch and their length in tokens; None if the model is not trained.
+            several: Whether an optimizer step has several microbatches.
+            score: The same of a scoring microbatch; None if the model does not score.
+            reference: Whether the loss needs a reference policy.
+            on_gpu: Whether it runs on GPUs.
+        """
+
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory."""
+
+    def shares_prefixes(self, *, on_gpu: bool) -> bool:
+        """Whether rows of the same prompt compute its common prefix once."""
+
+    def matrix_sizes(self) -> Mapping[str, float]:
+        """Numbers of weights that a token is multiplied with, by kind; see `rl_train.metrics.measured`."""
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether an engine in the same process can compute with its tensors."""
+
+    @property
+    def libraries(self) -> int:
+        """Bytes of a process on CPUs after its imports (proportional set size)."""
+
+
+class EngineMemory(Protocol):
+    """Describes the memory of one process of an engine; created with the section of the engine. See `ModelMemory`."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of a replica, each with its own GPU."""
+
+    @property
+    def libraries(self) -> int:
+        """Bytes of a process on CPUs after its imports (proportional set size)."""
+
+    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
+        """Bytes of one process by phase (`held`, `rollout`, `refit`) and part.
+
+        Args:
+            rows: Rows that a replica samples in a step.
+            prompt: Tokens of the longest prompt.
+            on_gpu: Whether it runs on GPUs.
+            limit: Bytes of a GPU; None if unknown.
+            shares_weights: Whether it may compute with the policy's tensors.
+        """
+
+    def decoding(self, *, rows: int, length: int, limit: int) -> Mapping[str, float]:
+        """What a step of sampling reads on a GPU of `limit` bytes, in one process.
+
+        `rows`: how many of the rows, of `length` tokens, are decoded together; `weights`: bytes of the weights; `token`: bytes
+        of the keys and values of a token; `step_s`: minimum seconds of a step.
+        """
+
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory."""
+
+
+def ranks_of(run: RunConfig) -> int:
+    """Number of ranks of each model."""
+    cluster = run.cluster
+    return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
+
+
+def replicas_of(run: RunConfig, section: GenerationConfig, *, processes: int) -> int:
+    """Number of replicas of the engine, of `processes` processes each."""
+    if section.num_workers is not None:
+        return section.num_workers
+    own = section.resources
+    workers = ranks_of(run) if own is None else own.num_nodes * own.workers_per_node
+    return max(1, workers // processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Rows of one pass, all of the largest possible length.
+
+    Attributes:
+        rows: Number of rows, at least 1.
+        length: Their length in tokens.
+        several: Whether an optimizer step has more than one.
+    """
+
+    rows: int
+    length: int
+    several: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and length."""
+        return self.rows, self.length
+
+
+def rows_of_step(run: RunConfig) -> int:
+    """Number of rows of a step over all ranks; of preference pairs, both rows count."""
+    needs = run.algorithm.runtime_needs
+    if needs.rollouts is not None:
+        return needs.rollouts.rows_per_draw
+    if needs.records is not None:
+        return needs.records.records_per_step * (2 if needs.records.pairs else 1)
+    return 1
+
+
+def longest_prompt(run: RunConfig) -> int:
+    """Length in tokens of the longest prompt whose completion can still have all of its new tokens; at least 1."""
+    generation = run.policy.generation
+    new_tokens = 0 if generation is None else generation.max_new_tokens
+    return max(1, run.policy.max_total_sequence_length - new_tokens)
+
+
+def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microbatch:
+    """The largest microbatch of a model on one rank; with `sequence_packing`, one row of the token budget."""
+    length, ranks = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), model.data_ranks(run.cluster)
+    rows = rows_of_step(run)
+    if training:
+        rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)
+    on_rank = max(1, -(-rows // ranks))
+    _, limit, _ = model.microbatch_limit(training=training)
+    if model.sequence_packing.enabled:
+        tokens = min(limit, on_rank * length)
+        return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
+    together = max(1, limit // length) if model.dynamic_batching.enabled else limit
+    return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)
+
+
+def with_shared_prefixes(run: RunConfig, batch: Microbatch) -> Microbatch:
+    """The largest microbatch if rows of the same prompt compute it once; such rows become one sequence.
+
+    All completions have the maximum length. The prompt is the longest one, or the longest one with which sharing is not
+    worthwhile, whichever has more tokens to compute.
+    """
+    rollouts = run.algorithm.runtime_needs.rollouts
+    prompt = min(longest_prompt(run), batch.length)
+    completion = batch.length - prompt
+    if rollouts is None or batch.rows == 1:
+        return batch
+    prompts = -(-batch.rows // min(batch.rows, rollouts.samples_per_prompt))
+    saved = MAX_SHARE * batch.rows - prompts
+    alone = prompt
+    if saved > 0:
+        alone = min(prompt, int((1 - MAX_SHARE) * batch.rows * completion / saved))
+    together = prompts * prompt + batch.rows * completion
+    if alone == prompt or batch.rows * (alone + completion) >= together:
+        return replace(batch, length=alone + completion)
+    return replace(batch, rows=1, length=together)

@@ -1,7 +1,4 @@
-"""Overrides that make a run fit into memory. Each is tried by planning again with it; nothing is suggested untried.
-
-Warns before a run loads its models if they will not fit into the memory of this machine.
-"""
+"""What to do about a run that does not fit into memory: overrides, each tried by planning again, and the warning of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +15,11 @@ from rl_train.config.schema import RunConfig
 from rl_train.files import available_memory, format_size
 from rl_train.plan.planner import MemoryPlan, memory_planner, microbatch, plan_memory
 
-_WORTH_IT = 0.99
+_log = logging.getLogger("rlcore")
+_WORTH_IT: Final = 0.99
 """An override is kept if it reduces the peak to at most this fraction."""
+_WORTH_PLANNING: Final = 0.3
+"""A run whose rough estimate is below this fraction of the available memory is not planned, because planning takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,6 @@ def _candidates(run: RunConfig, registry: Registry) -> Iterator[str]:
         yield from () if planner is None else planner.saving_overrides()
     if policy.precision != "bfloat16":
         yield "policy.precision=bfloat16"
-
-
-_log = logging.getLogger("rlcore")
-_WORTH_PLANNING: Final = 0.3
-"""A run whose rough estimate is below this fraction of the available memory is not planned, because planning takes seconds."""
 
 
 def warn_if_too_large(run: RunConfig, registry: Registry) -> None:

@@ -1,23 +1,16 @@
-"""Predicts the time of a step. On CPUs, backends time a small model; on GPUs, it is computed. This module counts passes.
-
-Computes the time of a step on GPUs from FLOPs, bytes and the speed of the GPU. Nothing runs.
+"""Computes the time of a step on GPUs from FLOPs, bytes and the speed of the GPU (`rlcore plan --gpu NAME`). Nothing runs.
 
 A pass over a microbatch takes its FLOPs divided by a fraction of the peak; a step of sampling, the time to read weights, keys
-and values, or the FLOPs if they take longer (https://arxiv.org/abs/2211.05102, section 2).
-
-The GPUs that `rlcore plan --gpu` and `rlcore init --gpus` know by name, with the figures of their vendor.
+and values, or the FLOPs if they take longer (https://arxiv.org/abs/2211.05102, section 2). Backends describe their matrices and
+caches with the `memory_planner` of `rl_train.plan.planner`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
-
-import psutil
+from typing import Any, Final
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.shared_prefix import MAX_SHARE
@@ -25,6 +18,7 @@ from rl_core.errors import NotSupportedError, UserError
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.rewards import kl_in_reward
 from rl_train.assembly.parts import loss_of
+from rl_train.config.algorithm import RolloutNeeds
 from rl_train.config.rules.models import models_of
 from rl_train.config.schedules import OptimizerSteps, optimizer_steps
 from rl_train.config.schema import RunConfig
@@ -34,126 +28,76 @@ from rl_train.plan.planner import (
     longest_prompt,
     memory_planner,
     microbatch,
-    planner_of,
     ranks_of,
     replicas_of,
     resolved,
     rows_of_step,
 )
 
-_OVERHEAD: Final = 1.2
-"""How many times as long as its fastest passes a step takes; about the mean of benchmarks/results/plan_vs_measured_time.md."""
-_BUSY: Final = 0.5
-"""Load per CPU above which threads may have to wait for other processes."""
-_Find = Callable[[str, PolicyConfig | GenerationConfig], Any]
-"""Returns the `ModelTime` or `EngineTime` of a kind of section."""
-
-
-class ModelTime(Protocol):
-    """Measures a policy; created with its section. A backend names its class in the attribute `time_planner` of its policy."""
-
-    @property
-    def refit_bytes_per_s(self) -> float:
-        """Bytes of weights that it sends per second to an engine with its own copy; a constant that was measured once."""
-
-    def seconds(
-        self, *, tokens: int, scored: int, length: int, training: bool, ranks: int, microbatches: float
-    ) -> Mapping[str, float]:
-        """Seconds of `score` and, if it is trained, `train` for one microbatch, and of `update`, an optimizer step.
-
-        Args:
-            tokens: tokens of the microbatch.
-            scored: those that are trained.
-            length: tokens of its longest row.
-            training: whether it is trained.
-            ranks: ranks of the model.
-            microbatches: mean number of microbatches of an optimizer step on a rank.
-
-        Raises:
-            NotSupportedError: it cannot be measured, with the reason.
-        """
-
-
-class EngineTime(Protocol):
-    """Measures an engine; created with its section. See `ModelTime`."""
-
-    @property
-    def refit_bytes_per_s(self) -> float:
-        """Bytes of weights that a replica receives, checks and loads per second; a constant that was measured once."""
-
-    def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
-        """Seconds in which a replica samples its rows of a step, all of the same length.
-
-        Args:
-            rows: rows of a replica.
-            prompts: number of different prompts.
-            prompt: tokens of a prompt.
-            completion: tokens of a completion.
-
-        Raises:
-            NotSupportedError: it cannot be measured, with the reason.
-        """
+_READ: Final = 0.7
+"""Assumed fraction of the memory bandwidth: 1,397 of 2,039 GB/s with Llama-2-7B on an A100
+(https://github.com/pytorch-labs/gpt-fast)."""
+_NETWORK: Final = 50e9
+"""Assumed bytes per second between GPUs of two nodes: 400 Gbit/s for each (https://arxiv.org/abs/2407.21783, section 3.3)."""
+_STATE_TRAFFIC: Final = 4
+"""Bytes that an optimizer step reads and writes per byte of optimizer state: the state, master weights, gradients, weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimePlan:
-    """The predicted time of a step.
+    """The computed time of a step.
 
     Attributes:
-        phases: Seconds by phase, of those that are predicted.
+        phases: Seconds by phase, of those that are computed.
         prompt: Assumed tokens of each prompt.
         completion: Assumed tokens of each completion.
-        not_predicted: Phases without a prediction, each with the reason.
-        load: Processes that wanted to compute when it was measured, per CPU of this machine.
-        gpu: Name of the GPU that it was computed for; None if it was measured on CPUs.
-        assumed: What a computed time assumes and leaves out, one sentence fragment each.
+        not_predicted: Phases without a time, each with the reason.
+        gpu: Name of the GPU.
+        assumed: What is assumed and left out, one sentence fragment each.
     """
 
     phases: Mapping[str, float]
     prompt: int
     completion: int
     not_predicted: Mapping[str, str]
-    load: float
-    gpu: str | None = None
-    assumed: tuple[str, ...] = ()
+    gpu: str
+    assumed: tuple[str, ...]
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step; None if a phase is not predicted."""
+        """Seconds of a step; None if a phase is not computed."""
         return None if self.not_predicted else sum(self.phases.values())
 
 
 def plan_time(
-    run: RunConfig, registry: Registry, *, gpu: Gpu | None = None, prompt: int | None = None, completion: int | None = None
+    run: RunConfig, registry: Registry, *, gpu: Gpu, prompt: int | None = None, completion: int | None = None
 ) -> TimePlan:
     """The time of a step, without environments, validation and checkpoints.
 
     Args:
         run: The config.
         registry: Used to look up backends and the loss.
-        gpu: Computes the time on GPUs like this one; by default, it is measured on the CPUs of this machine.
+        gpu: What it runs on.
         prompt: Tokens of each prompt; by default as many as leave room for the completion.
         completion: Tokens of each completion; at most, and by default, `max_new_tokens`.
     """
     generation, limit = run.policy.generation, run.policy.max_total_sequence_length
     longest = 0 if generation is None else min(generation.max_new_tokens, limit - 1)
-    run = _with_lengths(resolved(run, on_gpu=gpu is not None), prompt, completion)
-    generation = run.policy.generation
-    find: _Find = partial(_planner, registry) if gpu is None else partial(gpu_planner, run, registry, gpu, longest)
-    phases, reasons = dict[str, float](), dict[str, str]()
+    run = _with_lengths(resolved(run, on_gpu=True), prompt, completion)
+    generation, rollouts = run.policy.generation, run.algorithm.runtime_needs.rollouts
     components: dict[str, Callable[[], Mapping[str, float]]] = {}
-    if generation is not None and run.algorithm.runtime_needs.rollouts is not None:
-        components["rollout"] = partial(_sampling, run, registry, generation, find, on_gpu=gpu is not None)
+    if generation is not None and rollouts is not None:
+        components["rollout"] = partial(_sampling, run, registry, gpu, generation, rollouts, longest)
     for name, model in models_of(run).items():
-        components[f"passes of {name}"] = partial(_passes, run, registry, name, model, find, on_gpu=gpu is not None)
-    for name, measure in components.items():
+        components[f"passes of {name}"] = partial(_passes, run, registry, gpu, name, model)
+    phases, reasons = dict[str, float](), dict[str, str]()
+    for name, compute in components.items():
         try:
-            phases |= _measured(run, measure) if gpu is None else measure()
+            phases |= compute()
         except NotSupportedError as error:
             reasons[name] = str(error)
     if run.rollout.max_staleness:
         reasons["step"] = "rollouts and training overlap, because rollout.max_staleness is above 0"
-    rollouts = run.algorithm.runtime_needs.rollouts
     if rollouts is not None and rollouts.selects_groups:
         reasons["step"] = "how often a step samples prompts depends on their rewards"
     return TimePlan(
@@ -161,9 +105,8 @@ def plan_time(
         prompt=longest_prompt(run),
         completion=0 if generation is None else generation.max_new_tokens,
         not_predicted=reasons,
-        load=_load(),
-        gpu=None if gpu is None else gpu.name,
-        assumed=() if gpu is None else assumptions(gpu),
+        gpu=gpu.name,
+        assumed=_assumptions(gpu),
     )
 
 
@@ -179,67 +122,94 @@ def _with_lengths(run: RunConfig, prompt: int | None, completion: int | None) ->
     return run.model_copy(update={"policy": run.policy.model_copy(update=changed)})
 
 
-def _measured(run: RunConfig, measure: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    """Seconds by phase with as many threads as a worker of the run; on a busy machine, at most those with one thread.
-
-    Threads wait for each other in each operation, which takes many times as long if other processes compute on their CPUs.
-    """
-    with _threads(_worker_threads(run) if run.cluster.backend == "ray" else None) as threads:
-        seconds = measure()
-    if threads > 1 and _load() > _BUSY:
-        with _threads(1):
-            alone = measure()
-        seconds = {phase: min(value, alone[phase]) for phase, value in seconds.items()}
-    return {phase: _OVERHEAD * value for phase, value in seconds.items()}
+def _assumptions(gpu: Gpu) -> tuple[str, ...]:
+    return (
+        f"passes reach {gpu.utilization:.0%} of the peak in FLOP/s, sampling reads {_READ:.0%} of the memory bandwidth",
+        f"GPUs of two nodes exchange {_NETWORK / 1e9:.0f} GB/s each",
+        "sampling ends with a completion of max_new_tokens tokens, and all GPUs have the same number of tokens",
+        "not counted: environments, validation, checkpoints, models that move to host memory and back, starts of kernels, "
+        "exchange within a pass (tensor, context and expert parallelism, gathers of FSDP2)",
+    )
 
 
-def _load() -> float:
-    load: float = psutil.getloadavg()[0]
-    return load / (os.cpu_count() or 1)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[int]:
-    """Compute with `count` threads, or as many as before; yields their number."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
-
-
-def _worker_threads(run: RunConfig) -> int:
-    return run.cluster.cpus_per_worker or max(1, (os.cpu_count() or 1) // run.cluster.workers_per_node)
-
-
-def _sampling(run: RunConfig, registry: Registry, section: GenerationConfig, find: _Find, *, on_gpu: bool) -> dict[str, float]:
+def _sampling(
+    run: RunConfig, registry: Registry, gpu: Gpu, section: GenerationConfig, rollouts: RolloutNeeds, longest: int
+) -> dict[str, float]:
     """Seconds of sampling and of a refit."""
-    rollouts = run.algorithm.runtime_needs.rollouts
-    assert rollouts is not None
-    planner = find("generation", section)
-    policy, memory = (memory_planner(registry, *given) for given in (("policy", run.policy), ("generation", section)))
-    replicas = replicas_of(run, section, processes=memory.processes if on_gpu else 1)
+    engine = engine_time(run, registry, gpu, section, longest)
+    replicas = replicas_of(run, section, processes=engine.processes)
     prompts, each = -(-rollouts.prompts_per_draw // replicas), rollouts.samples_per_prompt
     lengths = {"prompt": longest_prompt(run), "completion": section.max_new_tokens}
-    found = {"rollout": rollouts.sampled_fraction * planner.seconds(rows=prompts * each, prompts=prompts, **lengths)}
-    if memory is not None and (run.cluster.backend == "ray" or policy is None or not policy.is_shared):
-        held = memory.by_phase(rows=1, prompt=1, on_gpu=False, limit=None, shares_weights=False)["held"]
-        slowest = 0.0 if on_gpu else min(planner.refit_bytes_per_s, find("policy", run.policy).refit_bytes_per_s)
-        found["refit"] = planner.refit() if on_gpu else held["weights"] / slowest
+    found = {"rollout": rollouts.sampled_fraction * engine.seconds(rows=prompts * each, prompts=prompts, **lengths)}
+    if run.cluster.backend == "ray" or not memory_planner(registry, "policy", run.policy).is_shared:
+        found["refit"] = engine.refit()
     return found
 
 
-def _passes(
-    run: RunConfig, registry: Registry, name: str, model: PolicyConfig, find: _Find, *, on_gpu: bool
-) -> dict[str, float]:
+class EngineTime:
+    """The time of one replica of an engine.
+
+    Args:
+        run: The config, with the lengths that are assumed.
+        gpu: What it runs on.
+        planner: The `EngineMemory` of its backend.
+        sizes: The matrices of the policy; see `rl_train.metrics.measured`.
+        longest: Tokens of the longest completion.
+    """
+
+    def __init__(self, run: RunConfig, gpu: Gpu, planner: Any, sizes: Mapping[str, float], longest: int) -> None:
+        self._run, self._gpu, self._planner, self._sizes, self._longest = run, gpu, planner, sizes, longest
+        self.processes: int = planner.processes
+        """Number of its processes, each with its own GPU."""
+
+    def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
+        """Seconds in which it samples `rows` rows of equal lengths; each of the `prompts` prompts is computed once.
+
+        The last row has the maximum length, so the engine takes more steps, with fewer rows, than a completion has tokens.
+        """
+        longest = max(completion, self._longest)
+        found = self._planner.decoding(rows=rows, length=prompt + completion, limit=self._gpu.memory)
+        together = min(rows, found["rows"])
+        speed = self.processes * self._gpu.flops(self._run.policy.dtype_name)
+        read = _READ * self._gpu.bandwidth
+        steps = completion * rows / together + longest - completion
+        in_step = rows * completion / steps
+        products = _forward_flops(self._sizes, tokens=in_step, scored=in_step, length=0) / speed
+        keys_and_values = in_step * (prompt + completion / 2) * found["token"] / read
+        step = max(found["weights"] / read, products) + keys_and_values
+        prefill = _forward_flops(self._sizes, tokens=prompts * prompt, scored=prompts, length=prompt) / speed
+        return float(prefill + steps * max(step, found["step_s"]))
+
+    def refit(self) -> float:
+        """Seconds in which each GPU of the engine receives its weights from another one."""
+        weights: float = self._planner.decoding(rows=1, length=1, limit=self._gpu.memory)["weights"]
+        return weights / _link(self._run, self._gpu)
+
+
+def engine_time(run: RunConfig, registry: Registry, gpu: Gpu, section: GenerationConfig, longest: int) -> EngineTime:
+    """The `EngineTime` of a section.
+
+    Raises:
+        NotSupportedError: The backend of the engine or of the policy does not describe what it computes.
+    """
+    engine = _planner(registry, "generation", section, "decoding")
+    return EngineTime(run, gpu, engine, _planner(registry, "policy", run.policy, "matrix_sizes").matrix_sizes(), longest)
+
+
+def _planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig, method: str) -> Any:
+    """The `memory_planner` of a section, which must have a method."""
+    planner = memory_planner(registry, kind, section)
+    if not hasattr(planner, method):
+        raise NotSupportedError(f"the backend {section.backend} does not describe what it computes")
+    return planner
+
+
+def _passes(run: RunConfig, registry: Registry, gpu: Gpu, name: str, model: PolicyConfig) -> dict[str, float]:
     """Seconds of a model's passes and optimizer steps."""
     steps = None if model.frozen else optimizer_steps(run, name)
     if steps is None and not model.frozen:
         raise NotSupportedError(f"{run.algorithm_name} does not declare its number of optimizer steps")
-    planner = find("policy", model)
+    planner = _planner(registry, "policy", model, "matrix_sizes")
     batch, rollouts = microbatch(run, model, training=not model.frozen), run.algorithm.runtime_needs.rollouts
     length, tokens = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), batch.rows * batch.length
     rows, scored = max(1, tokens // length), tokens
@@ -248,18 +218,31 @@ def _passes(
         prompt = min(longest_prompt(run), length - 1)
         scored = rows * (length - prompt)
         shared = scored + prompt * -(-rows // rollouts.samples_per_prompt)
-        memory = memory_planner(registry, "policy", model)
-        if memory is not None and memory.shares_prefixes(on_gpu=on_gpu) and shared <= MAX_SHARE * tokens:
+        if planner.shares_prefixes(on_gpu=True) and shared <= MAX_SHARE * tokens:
             tokens = shared
-    together = {"ranks": ranks_of(run), "microbatches": count / (1 if steps is None else steps.per_pass)}
-    seconds = planner.seconds(tokens=tokens, scored=scored, length=length, training=steps is not None, **together)
-    ranks = 0 if on_gpu else min(ranks_of(run), run.cluster.workers_per_node)
-    count *= max(1.0, ranks * _worker_threads(run) / (os.cpu_count() or 1))  # ranks that share cores
-    times = dict.fromkeys(_scoring(run, registry, name, steps), count * seconds["score"])
+    sizes, gpus = planner.matrix_sizes(), max(1, ranks_of(run) // model.data_ranks(run.cluster))
+    # Pipeline stages wait at both ends of a batch (https://arxiv.org/abs/2104.04473, section 2.2).
+    microbatches = count / (1 if steps is None else steps.per_pass)
+    speed = gpus * gpu.flops(model.dtype_name) / (1 + (planner.stages - 1) / max(1.0, microbatches))
+    score = _forward_flops(sizes, tokens=tokens, scored=tokens, length=length) / speed
+    times = dict.fromkeys(_scoring(run, registry, name, steps), count * score)
     if steps is not None:
-        times |= {"train": count * steps.plan.passes * seconds["train"]}
-        times |= {"update": steps.plan.passes * steps.per_pass * seconds["update"]}
+        forward = _forward_flops(sizes, tokens=tokens, scored=scored, length=length)
+        frozen = 2 * (sizes.get("frozen", 0.0) * tokens + sizes.get("frozen_head", 0.0) * scored)
+        again = forward if model.activation_checkpointing else 0.0
+        times["train"] = count * steps.plan.passes * ((3 * forward - frozen + again) / speed)
+        times["update"] = steps.plan.passes * steps.per_pass * _update(run, gpu, model, planner, sizes)
     return {phase if name == "policy" else f"{phase} {name}": value for phase, value in times.items()}
+
+
+def _update(run: RunConfig, gpu: Gpu, model: PolicyConfig, planner: Any, sizes: Mapping[str, float]) -> float:
+    """Float32 gradients are summed over the copies of the model by a ring, then the optimizer reads and writes its state."""
+    ranks, copies = ranks_of(run), model.data_ranks(run.cluster)
+    trained = (sizes.get("trained", 0.0) + sizes.get("trained_head", 0.0)) / max(1, ranks // copies)
+    exchanged = 2 * (copies - 1) / copies * 4 * trained / _link(run, gpu)
+    held = planner.by_phase(ranks=ranks, train=None, several=False, score=None, reference=False, on_gpu=True)["held"]
+    state: int = held.get("optimizer state", 0)
+    return exchanged + _STATE_TRAFFIC * state / (_READ * gpu.bandwidth)
 
 
 def _scoring(run: RunConfig, registry: Registry, name: str, steps: OptimizerSteps | None) -> list[str]:
@@ -275,126 +258,7 @@ def _scoring(run: RunConfig, registry: Registry, name: str, steps: OptimizerStep
     return [phase for phase, key in keys.items() if key in needed]
 
 
-def _planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
-    planner = planner_of(registry, kind, section, attribute="time_planner")
-    if planner is None:
-        raise NotSupportedError(f"the backend {section.backend} is not measured")
-    return planner
-
-
-_READ: Final = 0.7
-"""Assumed fraction of the memory bandwidth: 1,397 of 2,039 GB/s with Llama-2-7B on an A100
-(https://github.com/pytorch-labs/gpt-fast)."""
-_NETWORK: Final = 50e9
-"""Assumed bytes per second between GPUs of two nodes: 400 Gbit/s for each (https://arxiv.org/abs/2407.21783, section 3.3)."""
-_STATE_TRAFFIC: Final = 4
-"""Bytes that an optimizer step reads and writes per byte of optimizer state: the state, master weights, gradients, weights."""
-
-
-def assumptions(gpu: Gpu) -> tuple[str, ...]:
-    """What the computed time assumes and leaves out, one sentence fragment each."""
-    return (
-        f"passes reach {gpu.utilization:.0%} of the peak in FLOP/s, sampling reads {_READ:.0%} of the memory bandwidth",
-        f"GPUs of two nodes exchange {_NETWORK / 1e9:.0f} GB/s each",
-        "sampling ends with a completion of max_new_tokens tokens, and all GPUs have the same number of tokens",
-        "not counted: environments, validation, checkpoints, models that move to host memory and back, starts of kernels, "
-        "exchange within a pass (tensor, context and expert parallelism, gathers of FSDP2)",
-    )
-
-
-def gpu_planner(
-    run: RunConfig, registry: Registry, gpu: Gpu, longest: int, kind: str, section: PolicyConfig | GenerationConfig
-) -> Any:
-    """The `ModelTime` or `EngineTime` of a section on GPUs.
-
-    Args:
-        run: The config, with the lengths that are assumed.
-        registry: Used to look up backends.
-        gpu: What it runs on.
-        longest: Tokens of the longest completion.
-        kind: `policy` or `generation`.
-        section: Section of the model or engine.
-
-    Raises:
-        NotSupportedError: Its backend does not describe its model.
-    """
-    planner, policy = memory_planner(registry, kind, section), memory_planner(registry, "policy", run.policy)
-    is_model = isinstance(section, PolicyConfig)
-    needed = ((section, planner, "matrix_sizes" if is_model else "decoding"), (run.policy, policy, "matrix_sizes"))
-    for described, found, method in needed:
-        if not hasattr(found, method):
-            raise NotSupportedError(f"the backend {described.backend} does not describe what it computes")
-    if isinstance(section, PolicyConfig):
-        return _GpuModelTime(run, gpu, section, planner)
-    return _GpuEngineTime(run, gpu, planner, policy.matrix_sizes(), longest)
-
-
-class _GpuModelTime:
-    """The time of one copy of a model, which several GPUs may share. See `ModelTime`."""
-
-    def __init__(self, run: RunConfig, gpu: Gpu, model: PolicyConfig, planner: Any) -> None:
-        self._run, self._gpu, self._model, self._planner = run, gpu, model, planner
-        self._copies = model.data_ranks(run.cluster)
-
-    def seconds(
-        self, *, tokens: int, scored: int, length: int, training: bool, ranks: int, microbatches: float
-    ) -> Mapping[str, float]:
-        """Seconds of a microbatch and, if the model is trained, of an optimizer step; see `ModelTime`.
-
-        Pipeline stages wait at both ends of a batch (https://arxiv.org/abs/2104.04473, section 2.2).
-        """
-        sizes = self._planner.matrix_sizes()
-        gpus = max(1, ranks // self._copies)
-        waiting = 1 + (self._planner.stages - 1) / max(1.0, microbatches)
-        speed = gpus * self._gpu.flops(self._model.dtype_name) / waiting
-        found = {"score": forward_flops(sizes, tokens=tokens, scored=tokens, length=length) / speed}
-        if training:
-            forward = forward_flops(sizes, tokens=tokens, scored=scored, length=length)
-            frozen = 2 * (sizes.get("frozen", 0.0) * tokens + sizes.get("frozen_head", 0.0) * scored)
-            again = forward if self._model.activation_checkpointing else 0.0
-            found |= {"train": (3 * forward - frozen + again) / speed, "update": self._update(sizes, ranks, gpus)}
-        return found
-
-    def _update(self, sizes: Mapping[str, float], ranks: int, gpus: int) -> float:
-        """Float32 gradients are summed over the copies by a ring, then the optimizer reads and writes its state."""
-        trained = (sizes.get("trained", 0.0) + sizes.get("trained_head", 0.0)) / gpus
-        exchanged = 2 * (self._copies - 1) / self._copies * 4 * trained / link(self._run, self._gpu)
-        held = self._planner.by_phase(ranks=ranks, train=None, several=False, score=None, reference=False, on_gpu=True)["held"]
-        state: int = held.get("optimizer state", 0)
-        return exchanged + _STATE_TRAFFIC * state / (_READ * self._gpu.bandwidth)
-
-
-class _GpuEngineTime:
-    """The time of one replica of an engine. See `EngineTime`."""
-
-    def __init__(self, run: RunConfig, gpu: Gpu, planner: Any, sizes: Mapping[str, float], longest: int) -> None:
-        self._run, self._gpu, self._planner, self._sizes, self._longest = run, gpu, planner, sizes, longest
-
-    def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
-        """Seconds in which it samples `rows` rows; each of the `prompts` prompts is computed once. See `EngineTime`.
-
-        The last row has the maximum length, so the engine takes more steps, with fewer rows, than a completion has tokens.
-        """
-        longest = max(completion, self._longest)
-        found = self._planner.decoding(rows=rows, length=prompt + completion, limit=self._gpu.memory)
-        together = min(rows, found["rows"])
-        speed = self._planner.processes * self._gpu.flops(self._run.policy.dtype_name)
-        read = _READ * self._gpu.bandwidth
-        steps = completion * rows / together + longest - completion
-        in_step = rows * completion / steps
-        products = forward_flops(self._sizes, tokens=in_step, scored=in_step, length=0) / speed
-        keys_and_values = in_step * (prompt + completion / 2) * found["token"] / read
-        step = max(found["weights"] / read, products) + keys_and_values
-        prefill = forward_flops(self._sizes, tokens=prompts * prompt, scored=prompts, length=prompt) / speed
-        return float(prefill + steps * max(step, found["step_s"]))
-
-    def refit(self) -> float:
-        """Seconds in which each GPU of the engine receives its weights from another one."""
-        weights: float = self._planner.decoding(rows=1, length=1, limit=self._gpu.memory)["weights"]
-        return weights / link(self._run, self._gpu)
-
-
-def forward_flops(sizes: Mapping[str, float], *, tokens: float, scored: float, length: float) -> float:
+def _forward_flops(sizes: Mapping[str, float], *, tokens: float, scored: float, length: float) -> float:
     """FLOPs of a forward pass.
 
     Args:
@@ -408,7 +272,7 @@ def forward_flops(sizes: Mapping[str, float], *, tokens: float, scored: float, l
     return matrices + head + 4 * sizes.get("attention", 0.0) * tokens * length / 2
 
 
-def link(run: RunConfig, gpu: Gpu) -> float:
+def _link(run: RunConfig, gpu: Gpu) -> float:
     """Bytes per second that a GPU of the run receives from another one, or copies if it is the only one."""
     if run.cluster.backend == "ray" and run.cluster.num_nodes > 1:
         return min(_NETWORK, gpu.link)
