@@ -1,7 +1,4 @@
-"""The sections `policy` and `policy.generation` of the Transformers backend. Does not import torch.
-
-Keys that lower the memory of a policy or an engine, with values, for the errors of full memory.
-"""
+"""The sections `policy` and `policy.generation` of the Transformers backend. Does not import torch."""
 
 from __future__ import annotations
 

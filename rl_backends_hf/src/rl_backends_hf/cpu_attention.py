@@ -1,7 +1,9 @@
 """Attention on CPUs: rows with a shared prefix, and a faster backward pass for short rows in bfloat16.
 
-The function is registered with Transformers and takes the layout of a `SharedPrefixBatch` as the keyword argument
-`shared_prefix`, which models pass on to their attention function. Each prompt is computed in three calls of the flash kernel:
+Rows that share a prompt are one sequence: the common prefix once, followed by the rest of each row. A token of a row attends to
+the prefix and to the row's own tokens before it, and its position is that in its row. The function is registered with
+Transformers and takes the layout of a `SharedPrefixBatch` as the keyword argument `shared_prefix`, which models pass on to
+their attention function. Each prompt is computed in three calls of the flash kernel:
 
 1. the prefix attends to itself (causal);
 2. all later tokens attend to the prefix (no mask);
@@ -14,10 +16,6 @@ is materialized, so memory grows linearly with the number of tokens.
 
 Without a shared prefix, the forward pass is SDPA. In bfloat16, the backward pass of short rows is computed in float32, because
 the kernel is several times as slow in bfloat16 there.
-
-Rows that share a prompt as one sequence: the common prefix once, followed by the rest of each row.
-
-A token of a row attends to the prefix and to the row's own tokens before it, and its position is that in its row.
 """
 
 from __future__ import annotations

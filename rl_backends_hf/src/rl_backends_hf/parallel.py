@@ -1,9 +1,7 @@
-"""How ranks share one model: full copies, or shards (FSDP2).
+"""How ranks share one model, as full copies or as shards (FSDP2), and how its layers are compiled (`hf_cfg.compile_layers`).
 
 The gradient of a global batch is the *sum* over ranks, because each loss is already divided by the global count. FSDP2's
 averaging is therefore turned off. Reductions are float32.
-
-Compiles decoder layers with `torch.compile`; see `hf_cfg.compile_layers`.
 """
 
 from __future__ import annotations

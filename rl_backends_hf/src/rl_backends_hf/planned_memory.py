@@ -1,11 +1,9 @@
 """Predicts the memory of a policy rank and of an engine replica from the model's config, without weights.
 
 Activations, logits and temporary tensors are not estimated: the worker's own scoring code runs, forward and backward, on
-tensors without data, and the bytes of those that exist are counted. What a layer adds is
-measured with two small depths and multiplied by the depth, because tracing a deep model takes minutes. FSDP2 gathers and
-frees weights during the trace, in a process group of torch's backend `fake`, whose collectives do nothing.
-
-Counts the bytes of tensors while code runs, also on tensors without data.
+tensors without data, and the bytes of those that exist are counted. What a layer adds is measured with two small depths and
+multiplied by the depth, because tracing a deep model takes minutes. FSDP2 gathers and frees weights during the trace, in a
+process group of torch's backend `fake`, whose collectives do nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from rl_core.errors import NotSupportedError, UserError
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 
-
 _DEPTHS: Final = (2, 4)
 """Numbers of layers that are traced; a model of at most the second number is traced as it is."""
 _LIBRARIES: Final = 350 * 2**20
@@ -67,8 +64,6 @@ _STATE_BYTES: Final = {
 }
 """Bytes that an optimizer keeps per trained weight: two float32 moments (https://arxiv.org/abs/1412.6980, algorithm 1), or two
 of 8 bits with a float32 scale for each block of 256 (https://arxiv.org/abs/2110.02861)."""
-
-
 _GPU_LAYER_S: Final = 1 / 25.5 / 32
 """Assumed minimum seconds of a layer in a step of sampling on a GPU, whose operations Python starts one by one: 25.5 tokens per
 second with the 32 layers of Llama-2-7B, not compiled (https://pytorch.org/blog/accelerating-generative-ai-2/)."""
@@ -114,7 +109,7 @@ class PolicyMemory:
     ) -> dict[str, dict[str, int]]:
         config = self._config  # GPUs multiply bfloat16 matrices without copies in float32
         in_float32 = not on_gpu and CpuProducts.of(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU).in_float32
-        shards = shards_of(config, ranks)
+        shards = _shards_of(config, ranks)
         forward = _Pass(training=False, float32_products=in_float32, shards=shards, gloo=not on_gpu)
         weights, trained = _sizes(config)
         held = _state(config, weights, trained, ranks=ranks)
@@ -171,7 +166,7 @@ class EngineMemory:
         config, options = self._config, self._config.hf_cfg
         model, weights = self._model()
         longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
-        per_token, together = token_bytes(model), rows_together(config, model, rows=rows, longest=longest)
+        per_token, together = token_bytes(model), _rows_together(config, model, rows=rows, longest=longest)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
         if not on_gpu:
@@ -181,8 +176,8 @@ class EngineMemory:
     def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
         model, weights = self._model()
         free = SHARE_OF_FREE_MEMORY * max(0, limit - weights)
-        together = min(rows_together(self._config, model, rows=rows, longest=length), int(free / length / token_bytes(model)))
-        step_s = depth_of(model) * _GPU_LAYER_S
+        together = min(_rows_together(self._config, model, rows=rows, longest=length), int(free / length / token_bytes(model)))
+        step_s = _depth_of(model) * _GPU_LAYER_S
         return {"rows": max(1, together), "weights": weights, "token": token_bytes(model), "step_s": step_s}
 
     def _model(self) -> tuple[PreTrainedModel, int]:
@@ -200,7 +195,7 @@ class EngineMemory:
         return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
 
 
-def rows_together(config: HFGenerationConfig, model: PreTrainedModel, *, rows: int, longest: int) -> int:
+def _rows_together(config: HFGenerationConfig, model: PreTrainedModel, *, rows: int, longest: int) -> int:
     """How many of `rows` rows of `longest` tokens an engine decodes together."""
     options = config.hf_cfg
     together = min(rows, options.max_batch_rows)
@@ -219,11 +214,11 @@ def _sizes(config: HFPolicyConfig) -> tuple[int, int]:
 def _adapted(config: HFPolicyConfig) -> PreTrainedModel:
     """The model with its adapters, without weights."""
     model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
-    adapt(model, config)
+    _adapt(model, config)
     return model
 
 
-def adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
+def _adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
     """Add the adapters of a section to a model, if it has any."""
     if config.hf_cfg.lora is not None:
         LoraAdapters(model, config.hf_cfg.lora, base=config.model_name, head=config.head)
@@ -237,7 +232,7 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     """
     hf = config.hf_cfg
     width = DTYPES[config.dtype_name].itemsize
-    shards = shards_of(config, ranks)
+    shards = _shards_of(config, ranks)
     per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
     if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
         per_weight = 4.0
@@ -252,7 +247,7 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     return {part: size for part, size in held.items() if size}
 
 
-def shards_of(config: HFPolicyConfig, ranks: int) -> int:
+def _shards_of(config: HFPolicyConfig, ranks: int) -> int:
     """Number of ranks that share a copy of the model."""
     return (config.hf_cfg.fsdp_num_shards or ranks) if config.hf_cfg.data_parallel == "fsdp2" else 1
 
@@ -261,23 +256,23 @@ def _traced(config: HFPolicyConfig, rows: int, length: int, how: _Pass) -> dict[
     """Peak bytes of activations and of temporary tensors of one microbatch; see the module."""
     hf = config.hf_cfg
     full = model_without_weights(config.model_name, options=hf, head=config.head)
-    depth = depth_of(full)
+    depth = _depth_of(full)
     if depth <= _DEPTHS[1]:
         return _trace(config, rows, length, hf, how)
-    few, more = (_trace(config, rows, length, fewer_layers(full, hf, layers), how) for layers in _DEPTHS)
+    few, more = (_trace(config, rows, length, _fewer_layers(full, hf, layers), how) for layers in _DEPTHS)
     steps = (depth - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0])
     return {part: int(more[part] + steps * (more[part] - few[part])) for part in more}
 
 
-def depth_of(model: PreTrainedModel) -> int:
+def _depth_of(model: PreTrainedModel) -> int:
     """Number of layers, or 0 if the model cannot be built with fewer."""
     depth = getattr(model.config, "num_hidden_layers", None)
     return depth if isinstance(depth, int) else 0
 
 
-def fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: int) -> HFModelConfig:
+def _fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: int) -> HFModelConfig:
     """The options to build a model with fewer layers."""
-    depth = depth_of(model)
+    depth = _depth_of(model)
     lists = {
         key: value[:layers] for key, value in model.config.to_dict().items() if isinstance(value, list) and len(value) == depth
     }
@@ -306,29 +301,26 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
     shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
     given = padded_input(ids, lengths, device=_CPU, shift=shift)
-    adapt(model, config)
+    _adapt(model, config)
     if config.activation_checkpointing and how.training:
         checkpoint_activations(model)
-    scoring = scoring_of(config, model).train(how.training)
+    scoring = _scoring_of(config, model).train(how.training)
     if how.shards > 1:
         prefetched = config.hf_cfg.fsdp_prefetched_layers
-        parallel = FullyShard(_rank_of(how.shards), compute_dtype=DTYPES[config.dtype_name], prefetched_layers=prefetched)
+        rank = WorkerContext(rank=0, world_size=how.shards, local_rank=0, node_rank=0, master_address="", master_port=0)
+        parallel = FullyShard(rank, compute_dtype=DTYPES[config.dtype_name], prefetched_layers=prefetched)
         parallel.distribute(scoring, trainable=not config.frozen)
     with without_data() as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
-        live = LiveBytes(model, gloo=how.gloo)
+        live = _LiveBytes(model, gloo=how.gloo)
         with live, CpuProducts(in_float32=how.float32_products)(), torch.set_grad_enabled(how.training):
             scores = scoring(*tokens, given.attention)
             if how.training:
                 live.end_forward()
                 scores.sum().backward()
     return {"activations": live.saved, "logits and temporary tensors": live.peak - live.saved}
-
-
-def _rank_of(shards: int) -> WorkerContext:
-    return WorkerContext(rank=0, world_size=shards, local_rank=0, node_rank=0, master_address="", master_port=0)
 
 
 @contextmanager
@@ -350,14 +342,14 @@ def _lone_shard(shards: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
+def _scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
     """The model as the worker of a section scores with it."""
     if config.head == "scalar":
         return ValueScoring(model)
     return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=config.scoring_temperature)
 
 
-class LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are created while it is active, as long as they exist, without gradients.
 
     Args:

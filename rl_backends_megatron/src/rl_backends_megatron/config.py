@@ -1,11 +1,4 @@
-"""The section `policy` of the Megatron backend and its consistency checks. Does not import torch.
-
-The section `policy.megatron_cfg`. Does not import torch.
-
-Checks model and parallelism for compatibility before anything starts.
-
-Keys that lower the memory of a policy, with values, for the errors of full memory.
-"""
+"""The section `policy` of the Megatron backend, its `megatron_cfg`, and checks of both. Does not import torch."""
 
 from __future__ import annotations
 

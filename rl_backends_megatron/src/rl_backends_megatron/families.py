@@ -3,11 +3,9 @@
 A family is an entry in `FAMILIES`: the `model_type` of its config.json, its config fields beyond those of a Llama, config
 values that are supported, and its weights. To add a model, add an entry (docs/adding_a_model.md); no other module names models.
 
-How tensors of a Hugging Face checkpoint are combined into one Megatron tensor, sharded over ranks, and converted back.
-
-A layout defines what a rank reads of the source tensors (`load`), how the ranks' shards are joined (`join`), and how the result
-is split into source tensors (`split`, also used for their shapes). A new model needs a new layout only if it combines tensors
-in a new way.
+A `WeightLayout` defines how tensors of a Hugging Face checkpoint are combined into one Megatron tensor: what a rank reads of
+the source tensors (`load`), how the ranks' shards are joined (`join`), and how the result is split into source tensors
+(`split`, also used for their shapes). A new model needs a new layout only if it combines tensors in a new way.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Replacements for Transformer Engine's RMSNorm and its attention for packed rows and context parallelism.
+"""RMSNorm and attention without Transformer Engine, for sequence parallelism, packed rows and context parallelism.
 
 They replace `WrappedTorchNorm`, which does not support sequence parallelism, and `DotProductAttention`, which supports neither
 packed rows nor context parallelism. With context parallelism, all keys and values of the group are gathered and a dense mask is
 used: suitable for tests and moderate lengths. For long rows on GPUs, use Transformer Engine, which has ring attention.
 
-Distribution of a row's tokens over context-parallel ranks, and summation of their log-probabilities.
-
-A row of length L, a multiple of 2n, is split into 2n chunks; rank r of n has chunks r and 2n-1-r. Late chunks attend to many
-tokens and early ones to few, so all pairs cost the same (Megatron-Core's layout).
+A row of length L, a multiple of 2n, is split into 2n chunks over n context-parallel ranks; rank r has chunks r and 2n-1-r. Late
+chunks attend to many tokens and early ones to few, so all pairs cost the same (Megatron-Core's layout).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Builds a Hugging Face model on these ranks and loads its weights.
+"""Builds a Hugging Face model on these ranks and loads its weights; also as the reference policy, and to convert a folder.
 
-The frozen reference policy: the initial weights, loaded when first needed.
-
-Converts a Transformers folder to weights of this backend with the model's table.
-
-Weights saved by this backend are a Transformers folder for any parallelism, so the reverse conversion is a copy and needs no
-function. The conversion verifies that the table covers the whole model: all tensors that the model needs exist, and all
-existing ones are used.
+Weights saved by this backend are a Transformers folder for any parallelism, so only the conversion from Transformers has a
+function (`to_megatron`). It verifies that the model's table covers the whole model: all tensors that the model needs exist, and
+all existing ones are used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Builds this rank's share of a model in Megatron-Core from a Hugging Face config.
 
-Megatron's GPT with a separate head: the last stage returns hidden states; only selected positions get logits.
-
-Prompts and padding are not trained on, and their logits would be the largest tensors of a step.
-
-Sizes of the matrices that a model multiplies with, from which a run computes the FLOPs of its training.
+It is Megatron's GPT with a separate head: the last stage returns hidden states, and only selected positions get logits. Prompts
+and padding are not trained on, and their logits would be the largest tensors of a step.
 """
 
 from __future__ import annotations
@@ -36,6 +33,10 @@ from rl_backends_megatron.families import Family, Sizes
 from rl_backends_megatron.layers import RMSNorm, attention_class
 from rl_backends_megatron.scalar_head import ScalarHead
 from rl_core.errors import NotSupportedError
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HeadlessGPT(GPTModel):
@@ -93,11 +94,6 @@ def unwrap(model: Any) -> HeadlessGPT:
     while not isinstance(model, HeadlessGPT):
         model = model.module
     return model
-
-
-_log = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,8 @@ backends. A *proxy*, the same torch optimizer class for a single number, is what
 parameter group are copied to Megatron's groups before each step. All torch schedules therefore work, and torch's own classes
 check the arguments.
 
-Corrections that Megatron-Core 0.16.1 needs to save and load its optimizers' state completely.
-
-Without them, three things go wrong, mostly silently:
+Megatron-Core 0.16.1 needs corrections to save and load its optimizers' state completely (`patched_state_io` and the functions
+before it). Without them, three things go wrong, mostly silently:
 
 - Megatron expects fused optimizers, which have state from the start and one step count for all parameters. torch's optimizers
   have no state before the first step, and a count per parameter. Loading then fails, or gives all parameters *one* shared
@@ -16,8 +15,6 @@ Without them, three things go wrong, mostly silently:
   padding. With several buckets, every parameter after the first bucket is saved shifted.
 - With expert parallelism, experts have a separate optimizer. Tensors are saved under names of the full model, but values saved
   once per optimizer (groups, step count) have a different form for one optimizer than for two.
-
-Moves tensors between a device and pinned host memory in place, so that Megatron's views of them stay valid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Predicts the memory of a rank from the model's config, without weights and without other ranks.
 
-Megatron's own layers run one microbatch, forward and backward, on tensors without data, in process groups
-of torch's backend `fake`, whose collectives do nothing. torch's tracker counts the bytes. What a layer adds is
-measured with two small depths and multiplied by the depth.
+Megatron's own layers run one microbatch, forward and backward, on tensors without data, in process groups of torch's backend
+`fake`, whose collectives do nothing. torch's tracker counts the bytes. What a layer adds is measured with two small depths and
+multiplied by the depth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
 from rl_backends_megatron.megatron_internals import check_megatron
-from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied, matrix_sizes
+from rl_backends_megatron.model import DTYPES, build_chunks, is_tied, matrix_sizes
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head
@@ -44,7 +44,7 @@ class PolicyMemory:
 
     def __init__(self, config: MegatronPolicyConfig) -> None:
         self._config = config
-        self.hf: Any = read_config(find_folder(config.model_name, weights=False))
+        self._hf: Any = read_config(find_folder(config.model_name, weights=False))
 
     def by_phase(
         self,
@@ -78,11 +78,11 @@ class PolicyMemory:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.hf)
+            model = AutoModelForCausalLM.from_config(self._hf)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self._config.head == "scalar":
             shapes.pop("lm_head.weight", None)
-        return matrix_sizes(shapes, self.hf, tied=is_tied(self.hf, self._config))
+        return matrix_sizes(shapes, self._hf, tied=is_tied(self._hf, self._config))
 
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
         """False: rows of the same prompt are computed separately."""
@@ -90,7 +90,7 @@ class PolicyMemory:
 
     def not_counted(self) -> list[str]:
         megatron, left_out = self._config.megatron_cfg, []
-        if self.is_mixture:
+        if self._is_mixture:
             left_out.append("activations, because which tokens an expert gets depends on the data")
         if megatron.pipeline_model_parallel_size > 1:
             left_out.append("differences of pipeline stages: each is counted with embedding and output layer")
@@ -102,9 +102,9 @@ class PolicyMemory:
         return ["++policy.megatron_cfg.use_distributed_optimizer=true"]
 
     @property
-    def is_mixture(self) -> bool:
+    def _is_mixture(self) -> bool:
         """Whether the model is a mixture of experts."""
-        return bool(getattr(self.hf, "num_experts", None) or getattr(self.hf, "num_local_experts", None))
+        return bool(getattr(self._hf, "num_experts", None) or getattr(self._hf, "num_local_experts", None))
 
     def _state(self, weights: int, ranks: int) -> dict[str, int]:
         """Bytes of weights, gradients, masters and optimizer state.
@@ -131,33 +131,24 @@ class PolicyMemory:
         megatron = self._config.megatron_cfg
         if shape is not None:
             shape = (shape[0], -(-shape[1] // megatron.context_parallel_size))
-        with lone_rank(megatron, ranks) as joined:
+        with _lone_rank(megatron, ranks) as joined:
             few, more = (self._trace(joined, shape, layers, training=training) for layers in _DEPTHS)
-        layers = layers_of_stage(self.hf.num_hidden_layers, megatron)
+        layers = _layers_of_stage(self._hf.num_hidden_layers, megatron)
         steps = (layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
         return {part: round(few[part] + steps * (more[part] - few[part])) for part in more}
 
-    @property
-    def on_one_stage(self) -> MegatronPolicyConfig:
-        """The section with the same parallelism, but without stages."""
-        return self._config.model_copy(update={"megatron_cfg": _without_stages(self._config.megatron_cfg)})
-
-    def few_layers(self, ranks: Ranks, layers: int) -> Chunks:
-        """A model of `layers` layers with uninitialized weights; call it inside `lone_rank` and `cpu_shim`."""
-        hf = type(self.hf)(**{**self.hf.to_dict(), **_fewer(self.hf, layers)})
-        family = family_of(hf, model_name=self._config.model_name)
-        family = with_scalar_head(family) if self._config.head == "scalar" else family
-        return build_chunks(hf, family, self.on_one_stage, device=ranks.device.type)
-
     def _trace(self, ranks: Ranks, shape: tuple[int, int] | None, layers: int, *, training: bool) -> dict[str, int]:
-        config = self.on_one_stage
+        config = self._config.model_copy(update={"megatron_cfg": _without_stages(self._config.megatron_cfg)})
+        hf = type(self._hf)(**{**self._hf.to_dict(), **_fewer(self._hf, layers)})
+        family = family_of(hf, model_name=config.model_name)
+        family = with_scalar_head(family) if config.head == "scalar" else family
         given = _microbatch(config, ranks, shape or (1, 1))
-        head = make_head(config, ranks, vocab_size=self.hf.vocab_size)
-        with without_data(), cpu_shim():
-            [module] = self.few_layers(ranks, layers).modules
+        head = make_head(config, ranks, vocab_size=self._hf.vocab_size)
+        with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
+            [module] = build_chunks(hf, family, config, device=ranks.device.type).modules
             if shape is None:
                 return {"weights": sum(parameter.numel() for parameter in module.parameters())}
-            if self.is_mixture:
+            if self._is_mixture:
                 return {"activations": 0, "logits and temporary tensors": 0}
             with MemTracker() as tracker:
                 if training:
@@ -188,7 +179,7 @@ def _without_stages(megatron: MegatronConfig) -> MegatronConfig:
     return megatron.model_copy(update=stages)
 
 
-def layers_of_stage(layers: int, megatron: MegatronConfig) -> int:
+def _layers_of_stage(layers: int, megatron: MegatronConfig) -> int:
     """Number of layers of the stage with the most."""
     ends = [megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage]
     fixed = [each for each in ends if each is not None]
@@ -205,13 +196,8 @@ def _microbatch(config: MegatronPolicyConfig, ranks: Ranks, shape: tuple[int, in
     return Microbatcher(config, ranks).form(batch, training=True)
 
 
-def without_data() -> FakeTensorMode:
-    """A mode in which tensors have no data."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 @contextmanager
-def lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
+def _lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
     """Rank 0 of a stage, in groups whose other ranks do not exist.
 
     Raises:

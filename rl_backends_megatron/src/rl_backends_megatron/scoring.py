@@ -1,11 +1,10 @@
 """Runs microbatches through the pipeline, and converts the last stage's output to one number per token.
 
-Log-probabilities, entropy and top k tokens from logits whose vocabulary is sharded over ranks, without gathering them.
-
-With z the logits over T, m their maximum, s = sum exp(z - m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p
-(z - m). Per position, the ranks exchange a maximum and a few sums, and for the top k their own top k, which contain the global
-ones. Padding columns of the vocabulary are masked. Megatron-Core's own cross entropy overwrites its logits, counts padding
-columns, takes one target per position, and does not compute the entropy.
+Logits have their vocabulary sharded over ranks and are not gathered. With z the logits over T, m their maximum, s = sum exp(z
+- m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p (z - m). Per position, the ranks exchange a maximum and a
+few sums, and for the top k their own top k, which contain the global ones. Padding columns of the vocabulary are masked.
+Megatron-Core's own cross entropy overwrites its logits, counts padding columns, takes one target per position, and does not
+compute the entropy.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Tensors are saved with Megatron's distributed checkpoint (format torch_dist): ea
 the whole model, so any number and arrangement of ranks can load its own shards. `trainer.pt`, written by rank 0, is next to
 them.
 
-Loads a Megatron distributed checkpoint as data only, without running code from it.
-
-Megatron reads `.metadata` with pickle, `common.pt` with torch's default and byte entries without restriction. Its strategies
-create the reader and the planner from two names of their module, which are replaced while loading.
+Checkpoints are loaded as data only, without running code from them. Megatron reads `.metadata` with pickle, `common.pt` with
+torch's default and byte entries without restriction. Its strategies create the reader and the planner from two names of their
+module, which are replaced while loading.
 """
 
 from __future__ import annotations

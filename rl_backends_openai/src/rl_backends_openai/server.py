@@ -1,6 +1,6 @@
 """Requests to an OpenAI-compatible server: one row in, its tokens and log-probabilities out.
 
-Checks on connecting: whether the server has the model, and whether it returns what training requires.
+On connecting, `probe` checks whether the server has the model, and whether it returns what training requires.
 """
 
 from __future__ import annotations

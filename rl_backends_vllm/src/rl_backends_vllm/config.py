@@ -1,6 +1,6 @@
 """The section `policy.generation` with `backend: vllm`. Imports neither torch nor vLLM.
 
-Names of vLLM's engine arguments, parsed from its source: importing vLLM would add six seconds to `rlcore validate`.
+The names of vLLM's engine arguments are parsed from its source: importing vLLM would add six seconds to `rlcore validate`.
 """
 
 from __future__ import annotations

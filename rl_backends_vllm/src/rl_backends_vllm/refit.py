@@ -9,17 +9,12 @@ vLLM keeps references to tensors of incomplete layers, so the remaining tensors 
 reused. The reload does not update the packed copy of a tied output layer, so it is packed again here. On a CPU, vLLM packs the
 experts of a mixture only when it creates their kernel, so the kernel is removed first.
 
-Mixed into vLLM's worker class: a single RPC method for refit operations that preserves exceptions.
-
-The engine's workers may run in other processes, from which vLLM reports exceptions as a line of text. Arguments and results are
-therefore pickled here, so that the original exception is raised in the caller.
-
-Worker extension for vLLM's own server: replaces weights by files of one folder, with strings as arguments.
-
-`--worker-extension-cls rl_backends_vllm.refit.ServerWeights` adds the methods below to every worker. Clients call
-them through the route `/collective_rpc`, which exists only with `VLLM_SERVER_DEV_MODE=1` and passes strings. Nothing is
-unpickled: weights are safetensors files below `RLCORE_WEIGHT_UPDATES_DIR`, and arguments and results are JSON or plain text. A
-load packs a tied output layer again and fails if a layer was not updated (`rl_backends_vllm.refit`).
+Two classes are mixed into vLLM's worker class. `RefitExtension` serves the run's own engines: their workers may run in other
+processes, from which vLLM reports exceptions as a line of text, so arguments and results are pickled here, and the original
+exception is raised in the caller. `ServerWeights` serves vLLM's own server, started with
+`--worker-extension-cls rl_backends_vllm.refit.ServerWeights`. Clients call its methods through the route `/collective_rpc`,
+which exists only with `VLLM_SERVER_DEV_MODE=1` and passes strings. Nothing is unpickled: weights are safetensors files below
+`RLCORE_WEIGHT_UPDATES_DIR`, and arguments and results are JSON or plain text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One replica of the Transformers engine: loads a model, samples from it, and receives the policy's weights.
 
-Rows of a streaming engine: they join while others run, are collected once each, cancelled, and held during a refit.
+Streamed rows (`RowsInFlight`) join while others run, are collected once each, cancelled, and held during a refit.
 """
 
 from __future__ import annotations

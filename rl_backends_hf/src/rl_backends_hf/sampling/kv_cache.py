@@ -1,10 +1,9 @@
-"""A KV cache of rows being decoded, updated in place and without gaps.
+"""A KV cache of rows being decoded, updated in place and without gaps, and the number of rows that it has memory for.
 
 Each row has a slot; column t of a slot holds the token at position t, or at position P + t if the row shares a prompt of P
 tokens with other rows. Rows of different lengths therefore need no left padding, and new rows can join at any time. Slots
-0..N-1 are in use: a row from the end moves into the slot of a finished row.
-
-How many rows are decoded together: as many as their keys and values have memory at full length.
+0..N-1 are in use: a row from the end moves into the slot of a finished row. As many rows are decoded together as their keys and
+values have memory at full length (`CacheBudget`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Computes prompts, or the new tokens of prompts with keys and values of an earlier turn, in one forward pass.
-
-Attention and masks for decoding one token per row.
+"""Attention and masks of the sampler: prefills of prompts or of the new tokens of a turn, and decoding one token per row.
 
 With a mask, Transformers repeats keys and values for every query head of a group before SDPA, which copies the whole cache
-several times per token. Here, the query heads of a group are treated as query positions of their key head, so nothing is
-copied.
+several times per token. While decoding, the query heads of a group are therefore treated as query positions of their key head,
+so nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The rows of one generation call, created from prompts and grouped by prompt.
+"""The rows of one generation call, created from prompts and grouped by prompt, and what is kept of conversations.
 
-Keys and values of conversations between their turns, so that a turn computes only its new tokens.
+A `SessionCache` keeps keys and values between the turns of a conversation, so that a turn computes only its new tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Samples from a Transformers causal LM: one prefill per prompt, then all rows together, one token at a time.
 
-Verifies at start-up, on a few tokens, that sampling has the probabilities of the model's own forward pass.
-
 Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts. A model that derives
-positions from a mask, attends in another way or keeps other state would silently sample from another distribution.
+positions from a mask, attends in another way or keeps other state would silently sample from another distribution, so
+`probe_sampling` compares a few tokens with the model's own forward pass at start-up.
 """
 
 from __future__ import annotations

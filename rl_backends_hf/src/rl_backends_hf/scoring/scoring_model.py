@@ -4,11 +4,10 @@
 *padded* [b, T], trimmed to its longest row; *packed* [1, N], rows end to end with positions that restart; or *shared* [1, N]:
 rows of a prompt follow their common prefix, which comes once.
 
-A model with a scalar head: one number per token, in the layout of Transformers' sequence classification.
-
-The head is a matrix [1, H] without bias, `score.weight`, applied to the backbone's last hidden states, as
-`AutoModelForSequenceClassification` creates it for `num_labels=1`. On a causal LM it is initialized with zeros, so that all
-values are 0 before the first step, on every rank and for any seed (Huang et al. 2024, https://arxiv.org/abs/2403.17031).
+A scalar head (`ValueScoring`) has the layout of Transformers' sequence classification: a matrix [1, H] without bias,
+`score.weight`, applied to the backbone's last hidden states, as `AutoModelForSequenceClassification` creates it for
+`num_labels=1`. On a causal LM it is initialized with zeros, so that all values are 0 before the first step, on every rank and
+for any seed (Huang et al. 2024, https://arxiv.org/abs/2403.17031).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Token log-probabilities of a causal LM, computed in chunks of its LM head.
-
-Log-probabilities of given tokens, or of the top k, computed from hidden states in chunks.
+"""Log-probabilities of given tokens, or of the top k, of a causal LM, computed from hidden states in chunks of its LM head.
 
 The logits of N positions over a vocabulary of size V are the largest tensor of a language model. Here, at most `chunk` rows of
 them exist at one time, in the forward and the backward pass, which recomputes them. Gradients are exact.

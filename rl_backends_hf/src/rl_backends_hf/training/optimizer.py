@@ -1,20 +1,15 @@
-"""Builds the configured optimizer.
-
-Float32 master weights that the optimizer updates, for a model of any dtype.
+"""Builds the configured optimizer, and keeps what it updates: float32 master weights, and quantized state.
 
 A bfloat16 weight has 8 bits of precision, so a step of 1e-5 times its size would be rounded away. The optimizer therefore
 updates a float32 copy of each weight that is not float32; gradients of microbatches accumulate there in float32, and after a
 step the copy is rounded into the model. Bytes per parameter with Adam: bfloat16 2 + copy 4 + gradient 4 + moments 8 = 18;
-float32 4 + 4 +
-8 = 16. With FSDP2, the sharded weights are float32 and are rounded when gathered: 16 bytes, divided by the number of ranks.
+float32 4 + 4 + 8 = 16. With FSDP2, the sharded weights are float32 and are rounded when gathered: 16 bytes, divided by the
+number of ranks.
 
-Pinned host memory for tensors that leave the GPU between the phases of a step.
-
-State of optimizers that keep it quantized: those of torchao, such as `torchao.optim.AdamW8bit`.
-
-A quantized tensor (https://arxiv.org/abs/2110.02861) consists of plain ones: codes, one scale for each block of codes, and the
-values of the codes. Blocks do not end where the rows of a weight end, so other shards of it have other blocks: a checkpoint
-has the plain tensors of each shard, and only the same number of shards can continue from it.
+The state of torchao's optimizers, such as `torchao.optim.AdamW8bit`, consists of quantized tensors
+(https://arxiv.org/abs/2110.02861), which have plain ones as parts: codes, one scale for each block of codes, and the values of
+the codes. Blocks do not end where the rows of a weight end, so other shards of it have other blocks: a checkpoint has the plain
+tensors of each shard, and only the same number of shards can continue from it.
 """
 
 from __future__ import annotations
@@ -34,6 +29,8 @@ from rl_core.backend import call_named
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, UserError, with_key
 from rl_core.plugins.import_path import resolve
+
+_log = logging.getLogger(__name__)
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"
 """Extra keyword in `optimizer.kwargs`: if true, biases and norms (all one-dimensional tensors) have no weight decay."""
@@ -85,9 +82,6 @@ def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
             key="policy.optimizer.name",
         ) from error
     optimizer.state.clear()
-
-
-_log = logging.getLogger(__name__)
 
 
 class MasterWeights:

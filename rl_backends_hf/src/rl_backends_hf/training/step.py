@@ -1,15 +1,7 @@
-"""One optimizer step over the microbatches of a global batch.
+"""One optimizer step over the microbatches of a global batch, and the models that it scores with.
 
 The device is synchronized only once, at the end: losses, metrics and the gradient norm are copied to the CPU in one tensor, and
 only then is the step taken. A NaN anywhere therefore leaves weights and optimizer unchanged.
-
-Converts microbatches to model inputs.
-
-Disables the model's own dropout in training, for losses that compare log-probabilities with those of another pass.
-
-The frozen reference policy: the initial weights, loaded when first needed.
-
-With adapters, it is the policy's own model with the adapters disabled.
 """
 
 from __future__ import annotations
