@@ -1,7 +1,7 @@
 """Saves and loads the training state: optimizer state, float32 master weights, schedule and random state.
 
 Tensors are saved whole, by parameter name, with torch.distributed.checkpoint, so any number of ranks and any sharding can load
-its own shards; quantized optimizer state is saved by shard (see `quantized_state.py`). `trainer.pt` (written by rank 0) and
+its own shards; quantized optimizer state is saved by shard (see `optimizer.py`). `trainer.pt` (written by rank 0) and
 `rng-<rank>.pt` are next to them.
 """
 
