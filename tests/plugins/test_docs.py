@@ -17,6 +17,7 @@ from rl_core.interfaces.worker import GenerationRequest
 from rl_core.plugins import hookspecs
 from rl_core.testing import GenerationConformance
 from rl_core.testing.promises import promise
+from rl_core.testing.pytest_plugin import results_of
 from rl_train.launch.stopping import EVENT_HOOKS
 from rlcore_cli.new_plugin.scaffold import plugin_files
 
@@ -176,7 +177,7 @@ def test_the_poll_of_the_contract_samples_pauses_and_cancels_rows(tmp_path, monk
                 assert "unfinished" not in output
                 assert output["output_ids"][0].tolist() == whole["output_ids"][row, :length].tolist()
 
-    results = {result.promise.name: result for result in Engine.run()}
+    results = {result.promise.name: result for result in results_of(Engine)}
     assert {name: result.found for name, result in results.items() if result.status != "kept"} == {}
     assert {"test_rows_in_progress", "test_generate_async_equals_generate"} <= results.keys()
 

@@ -31,6 +31,7 @@ from rl_core.testing import (
     WeightTransportConformance,
 )
 from rl_core.testing.promises import Status
+from rl_core.testing.pytest_plugin import results_of
 from rl_train.testing import AlgorithmConformance, DatasetConformance, LoggerConformance
 
 ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
@@ -39,7 +40,7 @@ ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for numbe
 def broken(base, component, **attributes):
     """The tests of broken promises, and the errors that they show."""
     tests = type("Tests", (base,), {"component": component, **attributes})
-    results = [result for result in tests.run() if result.status is Status.BROKEN]
+    results = [result for result in results_of(tests) if result.status is Status.BROKEN]
     return [result.promise.name for result in results], "\n".join(map(tests.failure_text, results))
 
 

@@ -68,29 +68,20 @@ def check_plugin(name: Name, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _results(tests: type[Conformance[Any]]) -> Iterator[PromiseResult]:
+def _results(tests: type[Conformance[Any]]) -> list[PromiseResult]:
     """The result of each promise. An error of the creation is one broken promise, or none if a config or rows are missing."""
     from rl_core.testing.promises import PromiseResult, Status, described
+    from rl_core.testing.pytest_plugin import results_of
 
-    tests.setup_class()
-    try:
-        failure: BaseException | None = None
-        try:
-            if any(stated.name == _CREATION for stated in tests.promises()):
-                tests.subject()
-        except (Exception, SystemExit) as error:  # of the component, which may raise anything
-            failure = error
-        needs_values = isinstance(failure, ConfigError)
-        for stated in tests.promises():
-            if failure is None:
-                yield tests.result_of(stated)
-                continue
-            status = Status.BROKEN if stated.name == _CREATION and not needs_values else Status.NOT_CHECKED
-            found = described(failure) if needs_values or status is Status.BROKEN else "the component could not be created"
-            tests.results[stated.name] = PromiseResult(promise=stated, status=status, found=found)
-            yield tests.results[stated.name]
-    finally:
-        tests.teardown_class()
+    results, error = results_of(tests), tests.creation_error
+    if error is None or not any(each.promise.name == _CREATION and each.status is Status.BROKEN for each in results):
+        return results
+    needs_values = isinstance(error, ConfigError)
+    for stated in tests.promises():
+        status = Status.BROKEN if stated.name == _CREATION and not needs_values else Status.NOT_CHECKED
+        found = described(error) if needs_values or status is Status.BROKEN else "the component could not be created"
+        tests.results[stated.name] = PromiseResult(stated, status, found)
+    return [*tests.results.values()]
 
 
 def _summary(tests: type[Conformance[Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Promises of a kind of component as the test methods of a class, run by pytest or by `rlcore check plugin`."""
+"""Promises of a kind of component as the test methods of a class, which pytest runs; so does `rlcore check plugin`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ from rl_core.plugins.registry import Registry
 _MARK, _SECONDS = "__promise__", 120.0
 CheckT = TypeVar("CheckT", bound=Callable[[Any], Any])
 SubjectT = TypeVar("SubjectT")
-
-
-class NotKeptError(AssertionError):
-    """A component does not keep a promise; the text states the promise, what was found and the page that describes it."""
-
-
-class ExpectedFailureError(AssertionError):
-    """A promise is not kept, as the test class expects (`xfail`)."""
 
 
 class Status(StrEnum):
@@ -72,7 +64,7 @@ class Promise:
         return self.applies is None or self.applies.holds(tests)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PromiseResult:
     """Result of one test."""
 
@@ -114,13 +106,19 @@ def promise(statement: str, *, applies: Condition | None = None, after: str | No
         @wraps(check)
         def test(self: Conformance[Any]) -> None:
             __tracebackhide__ = True
-            result = type(self).result_of(stated)
+            import pytest  # where tests run: training uses `Found` without it
+
+            tests = type(self)
+            result = tests.results[stated.name] = PromiseResult(stated, *tests._tested(stated))
+            if tests.created_again and tests._subject is not None and result.status in (Status.BROKEN, Status.EXPECTED):
+                tests.teardown_class()
+                tests._begin()
             if result.status is Status.BROKEN:
-                raise NotKeptError(type(self).failure_text(result)) from None
+                pytest.fail(tests.failure_text(result), pytrace=False)
             if result.status is Status.EXPECTED:
-                raise ExpectedFailureError(result.found) from None
+                pytest.xfail(result.found)
             if result.status is not Status.KEPT:
-                raise SkipTest(result.found)
+                pytest.skip(result.found)
 
         setattr(test, _MARK, stated)
         return test  # type: ignore[return-value]
@@ -196,28 +194,29 @@ class Conformance(Generic[SubjectT]):
     minimum: ClassVar[int] = 1
     created_again: ClassVar[bool] = False
     uses_ray: ClassVar[bool] = False
-    expected_failures: ClassVar[Mapping[str, str]] = {}
+    creation_error: ClassVar[BaseException | None] = None
+    expected_failures: ClassVar[dict[str, str]] = {}
     results: ClassVar[dict[str, PromiseResult]] = {}
     _exits: ClassVar[ExitStack]
     _folder: ClassVar[Path]
     _subject: ClassVar[Any] = None
-    _is_unusable: ClassVar[bool] = False
     _registry: ClassVar[Registry | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Read `xfail` of promises; refuse other definitions under the name of a promise."""
         super().__init_subclass__(**kwargs)
         cls.expected_failures, cls.results = dict(cls.expected_failures), {}
-        inherited = {promise.name for base in cls.__mro__[1:] for promise in _own_promises(base)}
-        for name in inherited & vars(cls).keys():
-            if not isinstance(value := vars(cls)[name], xfail):
+        promised = {stated.name for base in cls.__mro__[1:] for stated in _own_promises(base)}
+        for name, value in [*vars(cls).items()]:
+            if isinstance(value, xfail) and name in promised:
+                cls.expected_failures[name] = value.reason
+                delattr(cls, name)
+            elif isinstance(value, xfail):
+                raise TypeError(f"{cls.__qualname__}.{name}: there is no promise of this name to expect a failure of.")
+            elif name in promised:
                 raise TypeError(
                     f"{cls.__qualname__}.{name} replaces the test of a promise. Only `{name} = xfail(reason=...)` may do that."
                 )
-            cls.expected_failures = {**cls.expected_failures, name: value.reason}
-            delattr(cls, name)
-        for name in [name for name, value in vars(cls).items() if isinstance(value, xfail)]:
-            raise TypeError(f"{cls.__qualname__}.{name}: there is no promise of this name to expect a failure of.")
 
     @classmethod
     def setup_class(cls) -> None:
@@ -238,7 +237,7 @@ class Conformance(Generic[SubjectT]):
     def _begin(cls) -> None:
         cls._exits = ExitStack()
         cls._folder = Path(cls._exits.enter_context(TemporaryDirectory(prefix="rlcore-conformance-")))
-        cls._subject, cls._is_unusable, cls._registry = None, False, None
+        cls._subject, cls.creation_error, cls._registry = None, None, None
 
     @classmethod
     def create(cls) -> SubjectT:
@@ -252,12 +251,14 @@ class Conformance(Generic[SubjectT]):
         Raises:
             SkipTest: an earlier test could not create it.
         """
-        if cls._is_unusable:
+        if cls.creation_error is not None:
             raise SkipTest("the component could not be created")
         if cls._subject is None:
-            cls._is_unusable = True
-            cls._subject = cls.create()
-            cls._is_unusable = False
+            try:
+                cls._subject = cls.create()
+            except BaseException as error:
+                cls.creation_error = error
+                raise
         subject: SubjectT = cls._subject
         return subject
 
@@ -300,26 +301,6 @@ class Conformance(Generic[SubjectT]):
         """The promises of the kind, in the order of definition."""
         for base in reversed(cls.__mro__):
             yield from _own_promises(base)
-
-    @classmethod
-    def result_of(cls, stated: Promise) -> PromiseResult:
-        """Test one promise."""
-        status, found = cls._tested(stated)
-        cls.results[stated.name] = result = PromiseResult(promise=stated, status=status, found=found)
-        if cls.created_again and cls._subject is not None and status in (Status.BROKEN, Status.EXPECTED):
-            cls.teardown_class()
-            cls._begin()
-        return result
-
-    @classmethod
-    def run(cls) -> Iterator[PromiseResult]:
-        """Test all promises without pytest."""
-        cls.setup_class()
-        try:
-            for stated in cls.promises():
-                yield cls.result_of(stated)
-        finally:
-            cls.teardown_class()
 
     @classmethod
     def failure_text(cls, result: PromiseResult) -> str:

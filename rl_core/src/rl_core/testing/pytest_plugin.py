@@ -1,11 +1,20 @@
-"""Support of pytest for the conformance kit: the option `--ray`, short failures, and a summary of kept promises."""
+"""Conformance tests in pytest: the option `--ray`, a summary of kept promises, and a run of one test class for a command."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
+
+if TYPE_CHECKING:
+    from rl_core.testing.promises import Conformance, PromiseResult
+
+_SUMMARIES = pytest.StashKey[list[str]]()
+_UNUSED = ("terminal", "logging", "warnings", "cacheprovider", "faulthandler", "unraisableexception", "threadexception")
+"""Plugins of pytest that print, write, or change what a component and the command around it do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,19 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         Conformance.uses_ray = bool(config.getoption("--ray"))
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
-    """Show a broken promise by its text alone, and an expected failure as one."""
-    outcome = yield
-    if call.excinfo is None or _tests_of(item) is None:
-        return
-    from rl_core.testing.promises import ExpectedFailureError, NotKeptError
-
-    report, error = outcome.get_result(), call.excinfo.value
-    if isinstance(error, NotKeptError):
-        report.longrepr = str(error)
-    elif isinstance(error, ExpectedFailureError):
-        report.outcome, report.wasxfail = "skipped", str(error)
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Keep the summary of a class when its last test has run."""
+    tests = _tests_of(item)
+    if tests is not None and (nextitem is None or _tests_of(nextitem) is not tests):
+        item.config.stash.setdefault(_SUMMARIES, []).append(tests.summary())
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -46,18 +48,49 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(line)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Keep the summary of a class when its last test has run."""
-    tests = _tests_of(item)
-    if tests is not None and (nextitem is None or _tests_of(nextitem) is not tests):
-        item.config.stash.setdefault(_SUMMARIES, []).append(tests.summary())
-
-
-_SUMMARIES = pytest.StashKey[list[str]]()
-
-
 def _tests_of(item: pytest.Item) -> Any:
     """The conformance class of a test, or None; imports nothing for the tests of others."""
     tests = getattr(item, "cls", None)
     return tests if tests is not None and hasattr(tests, "failure_text") and hasattr(tests, "promises") else None
+
+
+def results_of(tests: type[Conformance[Any]]) -> list[PromiseResult]:
+    """Run a test class in this process, without output and without the settings and plugins of the working directory.
+
+    Raises:
+        Exception: the component could not be shut down, and no promise is broken.
+    """
+    run = _OneClass(tests)
+    arguments = [
+        "-c",
+        os.devnull,
+        "--assert=plain",
+        "--capture=no",
+        *(word for name in _UNUSED for word in ("-p", f"no:{name}")),
+    ]
+    with patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}):
+        code = pytest.main(arguments, plugins=[run])
+    if code == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if run.error is not None:
+        raise run.error
+    return [*tests.results.values()]
+
+
+class _OneClass:
+    """Plugin of pytest that collects one class, which no file needs to contain."""
+
+    def __init__(self, tests: type[Conformance[Any]]) -> None:
+        self.tests = tests
+        self.error: BaseException | None = None
+
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        module = pytest.Module.from_parent(session, path=session.path)
+        module.obj = SimpleNamespace(Tests=self.tests)
+        session.items = [*session.genitems(pytest.Class.from_parent(module, name="Tests"))]
+        session.testscollected = len(session.items)
+        return True
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        if call.excinfo is not None and call.when != "call":
+            self.error = call.excinfo.value
