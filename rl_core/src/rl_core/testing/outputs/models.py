@@ -2,8 +2,6 @@
 
 A component's own word proves nothing: a row in the wrong place, a probability instead of its logarithm or a missing column
 would otherwise be trained on, or fail much later with an error about another component.
-
-Checks that a batch from a component has the promised columns, with their dtypes, axes and number of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import importlib.metadata
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +32,7 @@ _ROW_LAYOUT = [(getattr(torch, SCHEMA[key].dtype), SCHEMA[key].ndim, True) for k
 """Dtype of each column, its number of axes, and whether it is in CPU memory."""
 _row_columns = operator.itemgetter(*_ROW_KEYS)
 _SHORT_ROW = 512
-"""Width up to which a row is checked as Python numbers."""
+"""Width up to which a row is returned as Python numbers."""
 _NO_LIMIT = torch.iinfo(torch.int64).max
 _LARGEST_LOGPROB = 0.1
 """Nats; log-probabilities are at most 0, up to the rounding of an engine that computes in bfloat16."""
@@ -86,7 +84,7 @@ def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInt
     """Read and check a single short row; None if it is another output, has failed or broke a promise (`checked_generation`).
 
     Engines that stream return each row by itself, when the caches are cold: every operation of a tensor then takes
-    microseconds, and one of numbers does not. So each tensor is read once, and checked as a list.
+    microseconds, and one of numbers does not. So each tensor is read once.
 
     Args:
         output: what the engine returned.
@@ -95,28 +93,15 @@ def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInt
     """
     if not isinstance(output, BatchedDataDict) or "failures" in output.data:
         return None
-    lists = _as_lists(output.data)
-    prompts, starts = data.data["input_ids"].tolist(), data.data["input_lengths"].tolist()
-    if lists is None or len(starts) != 1:
+    rows, values = data.data, _short_row(output.data)
+    prompts, starts = rows["input_ids"].tolist(), rows["input_lengths"].tolist()
+    if values is None or len(starts) != 1 or len(values[0]) != len(values[1]):
         return None
-    tokens, logprobs, sampled, end, truncated, version = lists
-    [prompt], [start] = prompts, starts
-    if not (0 < sampled <= _limits(data.data, generation) and start + sampled == end <= len(tokens) == len(logprobs)):
+    if _row_problem(0, values, prompts, starts, _limits(rows, generation), generation) or _version_problem(output, rows):
         return None
-    versions: list[int] = [version]
-    if "token_versions" in output.data:
-        versions = _versions_as_list(output.data, start, end, width=len(tokens))
-    row = RightRow(tokens[start:end], logprobs[start:end], truncated, version, None if {*versions} == {version} else versions)
-    is_right = (
-        tokens[:start] == prompt[:start]
-        and min(row.token_ids) >= 0
-        and max(row.logprobs) <= _LARGEST_LOGPROB
-        and sum(row.logprobs) > -math.inf  # unlike a maximum, a sum is NaN if one of the values is
-        and not any(logprobs[:start])
-        and not any(logprobs[end:])
-        and min(versions, default=None) == version
-    )
-    return row if is_right else None
+    [start], (tokens, logprobs, _, end, truncated, version) = starts, values
+    versions = output["token_versions"][0, start:end].tolist() if "token_versions" in output.data else [version]
+    return RightRow(tokens[start:end], logprobs[start:end], truncated, version, None if {*versions} == {version} else versions)
 
 
 def check_version(generation: GenerationInterface, output: BatchedDataDict[Any]) -> None:
@@ -170,15 +155,15 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
     ids, logprobs = output["output_ids"], output["logprobs"]
     if logprobs.shape != ids.shape:
         return f"returned `logprobs` {list(logprobs.shape)} with `output_ids` {list(ids.shape)}. Their shapes must be equal."
-    failures = output.get("failures") or [None] * len(ids)
-    limits = _limits(data, generation)
-    for row in _suspects(output, data, limits) if len(ids) > 1 else range(len(ids)):
-        if failures[row] is None and (problem := _row_problem(output, data, row, limits, generation)) is not None:
+    failures, limits = output.get("failures") or [None] * len(ids), _limits(data, generation)
+    prompts, starts = data["input_ids"].tolist(), data["input_lengths"].tolist()
+    for row, values in enumerate(zip(*(column.tolist() for column in _row_columns(output)), strict=True)):
+        if failures[row] is None and (problem := _row_problem(row, values, prompts, starts, limits, generation)) is not None:
             return problem
     return _version_problem(output, data)
 
 
-def _as_lists(output: Mapping[str, Any]) -> list[Any] | None:
+def _short_row(output: Mapping[str, Any]) -> list[Any] | None:
     """The columns of a single short row, without the axis of rows, in the order of `_ROW_KEYS`; None for another output."""
     try:
         tensors = _row_columns(output)
@@ -190,15 +175,6 @@ def _as_lists(output: Mapping[str, Any]) -> list[Any] | None:
         return None
     columns = [x.tolist() for x in tensors]
     return [entries[0] for entries in columns] if {*map(len, columns)} == {1} else None
-
-
-def _versions_as_list(output: Mapping[str, Any], start: int, end: int, *, width: int) -> list[int]:
-    """The `token_versions` of the completion of a single row; empty if they have another layout or the prompt has versions."""
-    versions = output["token_versions"]
-    if type(versions) is not torch.Tensor or versions.dtype is not torch.int64 or versions.ndim != 2:
-        return []
-    [row] = versions.tolist()
-    return row[start:end] if len(row) == width and {*row[:start]} <= {-1} else []
 
 
 def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str | None:
@@ -220,48 +196,33 @@ def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> s
     return None
 
 
-def _suspects(output: BatchedDataDict[Any], data: Mapping[str, Any], limits: torch.Tensor | int) -> list[int]:
-    """The rows in which `_row_problem` finds something, by a few operations on the whole batch."""
-    ids, logprobs, ends, sampled = (
-        output[key] for key in ("output_ids", "logprobs", "unpadded_sequence_lengths", "generation_lengths")
-    )
-    prompts, starts = data["input_ids"], data["input_lengths"]
-    width = min(ids.shape[1], prompts.shape[1])
-    position, start = torch.arange(ids.shape[1]), starts.unsqueeze(1)
-    in_completion = (position >= start) & (position < ends.unsqueeze(1))
-    is_logprob = (logprobs <= _LARGEST_LOGPROB) & (logprobs > -torch.inf)
-    wrong_values = torch.where(in_completion, ~is_logprob | (ids < 0), logprobs != 0)
-    wrong_prompts = (ids[:, :width] != prompts[:, :width]) & (position[:width] < start)
-    wrong = (starts + sampled != ends) | (sampled < 1) | (sampled > limits) | (ends > ids.shape[1])
-    wrong = wrong | wrong_values.any(dim=1) | wrong_prompts.any(dim=1)
-    rows: list[int] = wrong.nonzero().flatten().tolist()
-    return rows
-
-
-def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> torch.Tensor | int:
-    """Maximum number of new tokens, per row or of all rows."""
+def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> Sequence[int]:
+    """Maximum number of new tokens of each row."""
     if "max_new_tokens" in data:
-        limits: torch.Tensor = data["max_new_tokens"]
+        limits: list[int] = data["max_new_tokens"].tolist()
         return limits
     section: Any = getattr(generation, "config", None)
-    return section.max_new_tokens if isinstance(section, GenerationConfig) else _NO_LIMIT
+    return [section.max_new_tokens if isinstance(section, GenerationConfig) else _NO_LIMIT] * len(data["input_lengths"])
 
 
 def _row_problem(
-    output: BatchedDataDict[Any], data: Mapping[str, Any], row: int, limits: torch.Tensor | int, generation: GenerationInterface
+    row: int,
+    values: Sequence[Any],
+    prompts: Sequence[list[int]],
+    starts: Sequence[int],
+    limits: Sequence[int],
+    generation: GenerationInterface,
 ) -> str | None:
-    """The first broken promise about a row, or None. A server may return an empty text."""
-    start, end = int(data["input_lengths"][row]), int(output["unpadded_sequence_lengths"][row])
-    sampled, width = int(output["generation_lengths"][row]), output["output_ids"].shape[1]
-    tokens = output["output_ids"][row]
-    limit = int(limits[row]) if isinstance(limits, torch.Tensor) else limits
-    if not torch.equal(tokens[:start], data["input_ids"][row, :start]):
-        return f"returned row {row} without its own prompt at the beginning{_other_prompt(tokens, data, row)}."
-    if start + sampled != end or sampled < 0 or end > width:
+    """The first broken promise about a row, or None; `values` are in the order of `_ROW_KEYS`. A server may return no text."""
+    tokens, logprobs, sampled, end, *_ = values
+    start, limit = starts[row], limits[row]
+    if tokens[:start] != prompts[row][:start]:
+        return f"returned row {row} without its own prompt at the beginning{_other_prompt(tokens, row, prompts, starts)}."
+    if start + sampled != end or sampled < 0 or end > len(tokens):
         return (
             f"returned row {row} with `generation_lengths` {sampled} and `unpadded_sequence_lengths` {end} in `output_ids` of "
-            f"width {width}. Its prompt has {start} tokens, so the second must be {start} more than the first and at most "
-            "the width."
+            f"width {len(tokens)}. Its prompt has {start} tokens, so the second must be {start} more than the first and at "
+            "most the width."
         )
     if sampled > limit:
         return f"sampled {sampled} tokens in row {row}, more than its limit (`max_new_tokens`) of {limit}."
@@ -270,34 +231,28 @@ def _row_problem(
             f"returned no token in row {row}. A completion has at least its end-of-sequence token; a row that could not be "
             "sampled has its reason in `failures`."
         )
-    return _value_problem(output["logprobs"][row], tokens[start:end], row, start)
-
-
-def _other_prompt(tokens: torch.Tensor, data: Mapping[str, Any], row: int) -> str:
-    """The row whose prompt was returned instead, if there is one."""
-    for other, length in enumerate(data["input_lengths"].tolist()):
-        if other != row and torch.equal(tokens[:length], data["input_ids"][other, :length]):
-            return f": it begins with the prompt of row {other}. Rows must have the order of the call"
-    return ". `output_ids` must contain prompt and completion, in the order of the call"
-
-
-def _value_problem(logprobs: torch.Tensor, sampled: torch.Tensor, row: int, start: int) -> str | None:
-    """What is wrong with the tokens or log-probabilities of a row whose lengths are right."""
-    end = start + len(sampled)
-    for outside in (logprobs[:start], logprobs[end:]):
-        if outside.any():
-            value = float(outside[outside != 0][0])
-            return f"returned a log-probability of {value:g} outside of the completion of row {row}. It must be 0.0 there."
-    if (sampled < 0).any():
-        return f"returned the token id {int(sampled.min())} in row {row}."
-    bad = ~((logprobs[start:end] <= _LARGEST_LOGPROB) & (logprobs[start:end] > -torch.inf))
-    if not bad.any():
+    if any(logprobs[:start]) or any(logprobs[end:]):
+        value = next(filter(None, [*logprobs[:start], *logprobs[end:]]))
+        return f"returned a log-probability of {value:g} outside of the completion of row {row}. It must be 0.0 there."
+    if (smallest := min(tokens[start:end], default=0)) < 0:
+        return f"returned the token id {smallest} in row {row}."
+    of_completion = logprobs[start:end]
+    # Unlike a maximum, a sum is NaN if one of the values is.
+    if max(of_completion, default=0.0) <= _LARGEST_LOGPROB and sum(of_completion) > -math.inf:
         return None
-    at = int(bad.int().argmax())
+    at, value = next((at, x) for at, x in enumerate(of_completion) if not -math.inf < x <= _LARGEST_LOGPROB)
     return (
-        f"returned a log-probability of {float(logprobs[start + at]):g} for token {at} of the completion of row {row}. It must "
+        f"returned a log-probability of {value:g} for token {at} of the completion of row {row}. It must "
         "be finite and at most 0: the natural logarithm of the token's probability."
     )
+
+
+def _other_prompt(tokens: list[int], row: int, prompts: Sequence[list[int]], starts: Sequence[int]) -> str:
+    """The row whose prompt was returned instead, if there is one."""
+    for other, length in enumerate(starts):
+        if other != row and tokens[:length] == prompts[other][:length]:
+            return f": it begins with the prompt of row {other}. Rows must have the order of the call"
+    return ". `output_ids` must contain prompt and completion, in the order of the call"
 
 
 def _score_problem(column: torch.Tensor, key: str, data: Mapping[str, Any]) -> str | None:
