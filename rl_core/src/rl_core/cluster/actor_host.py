@@ -37,7 +37,7 @@ class Identity:
         created: Start time of the process, in seconds since the epoch: with the pid, unique on its host.
         address: Address of its node, for a rendezvous.
         port: A port that is free there.
-        stack_file: File that its `stacks.read_stack` output appears in.
+        stack_file: File that its `daemons.read_stack` output appears in.
         log_file: File of its standard error.
         visible_gpus: GPUs that Ray makes visible to it, as in CUDA_VISIBLE_DEVICES; empty without GPUs.
     """

@@ -1,9 +1,7 @@
-"""Detects that a Ray daemon on this machine died, so that waits for workers end with that reason.
+"""Processes of Ray on this machine that do not answer: daemons that died, and the Python stacks of workers.
 
 Without raylet or GCS server, Ray does not respond: calls block, and after 14 to 60 s Ray's C++ code ends the process. A thread
 sleeps on the daemons' process descriptors until one exits; every wait in this package checks once a second whether it has.
-
-Reads the Python stack of another process, even of one that holds the interpreter lock.
 
 A worker registers `faulthandler` on a signal, with output to an unlinked file; another process on the same host sends the
 signal and reads the file through /proc. The handler is C code that needs neither a free thread nor the interpreter lock, so a

@@ -1,10 +1,7 @@
-"""Interface of worker groups, either of Ray actors or of one object in this process.
+"""Groups of workers, as Ray actors or as one object in this process: calls on ranks, deadlines, and errors of ranks.
 
-A call that runs on one or more workers: the first failure ends the wait, and a deadline names the workers that hang.
-
-Does not import Ray before a call on an actor is awaited.
-
-Deadlines of remote calls, and the report of workers that did not answer. Does not import Ray.
+A call on several workers ends with the first failure, or with a death that explains it; an expired deadline names the workers
+that did not answer and what each was doing. Does not import Ray before a call on an actor is awaited.
 """
 
 from __future__ import annotations

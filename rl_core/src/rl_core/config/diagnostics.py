@@ -1,8 +1,6 @@
-"""Problems of a config, one line each: location, key, what was found, what is allowed, and a suggestion.
+"""Values of a config with their source locations, and its problems: location, key, what was found, what is allowed, what to do.
 
-Independent of YAML and of the sections; other modules report their findings here.
-
-Values that remember the file, line and column they were written at. Independent of models and YAML.
+Independent of YAML and of the sections; other modules report their problems here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The sections that backends and environments extend or receive. Does not import torch.
+"""The sections that backends, environments and tools extend or receive. Does not import torch.
 
 A policy backend's config model subclasses `PolicyConfig` and adds `<backend>_cfg`, a generation backend's subclasses
 `GenerationConfig`, an environment's `EnvironmentConfig`, and a dataset's `DatasetConfig`. All other sections belong to
 the runtime.
-
-The section of environments with tools. Lightweight imports only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Validates plain values with a section's model and reports errors in terms of the config. Independent of the sections.
-
-Sections given in Python as keyword arguments or dicts, with the same errors as in a config file.
-"""
+"""Validates plain values with a section's model, from a file or from Python, and reports errors in terms of the config."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""`BatchedDataDict`: columns of one batch size, independent of their meaning.
+"""`BatchedDataDict`: columns of one batch size, independent of their meaning, sent between processes without needless copies.
 
-Passes columns between processes without needless copies, using pickle protocol 5.
-
-Sending: a tensor is passed as a NumPy view of its memory, which protocol 5 transfers out of band, so Ray writes it into
-its object store only once. (A non-contiguous column is made contiguous first, and one on a GPU is moved to the CPU.) A dtype
-that NumPy lacks, such as bfloat16, is sent as bytes. A small tensor is copied into the message and arrives as a tensor.
+Sending uses pickle protocol 5: a tensor is passed as a NumPy view of its memory, out of band, so Ray writes it into its object
+store only once. (A non-contiguous column is made contiguous first, and one on a GPU is moved to the CPU.) A dtype that NumPy
+lacks, such as bfloat16, is sent as bytes. A small tensor is copied into the message and arrives as a tensor.
 
 Receiving: the column stays a view of the object store, memory that other processes read too. Writing to it would silently
 corrupt their batches, hence the rule *copy on touch*: slicing, splitting into microbatches and sending keep the view; reading

@@ -1,4 +1,4 @@
-"""Assigns rows to shards and microbatches, by their lengths and prompts.
+"""Assigns rows to shards, microbatches and bins, by their lengths and prompts. Deterministic: independent planners agree.
 
 With a token budget or packing, every shard of a global batch gets the *same number* of microbatches: ranks synchronize in a
 collective once per microbatch, so a rank with fewer would make the others wait forever.
@@ -6,8 +6,6 @@ collective once per microbatch, so a rank with fewer would make the others wait 
 Rows that a loss reads together, such as the two of a pair, are planned as one unit, so they stay adjacent. Units of one prompt
 form a group, whose rows compute their common prefix once. A group is split if it does not fit into a microbatch, or if there
 are fewer groups than microbatches; then each part computes the prefix. Without prompts, each unit is a group.
-
-Assigns rows to bins of limited capacity, by their lengths. Deterministic: ranks that plan independently agree.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class SequencePackingArgs(TypedDict):
         max_tokens_per_microbatch: Maximum sum of padded lengths.
         input_key: The [B, T] column of tokens.
         input_lengths_key: The [B] column of row lengths, in tokens.
-        algorithm: Name of a packing algorithm (`bin_packing.PACKERS`).
+        algorithm: Name of a packing algorithm (`PACKERS`).
         sequence_length_pad_multiple: Each row's length is rounded up to a multiple of this (default 1).
     """
 

@@ -1,14 +1,11 @@
-"""Layouts of rows: rows that share a prompt, with the number of tokens to compute, and rows packed into one long row.
+"""Layouts of rows: padded, grouped by a common prefix that is computed once, or packed into one long row.
 
 Rows belong together if they have the same `prompt_id`. The length of their common prefix is computed from their tokens, so it
-may be shorter than the prompt (a truncated row) or longer (equal first answer tokens).
-
-Known as prefix sharing, https://arxiv.org/abs/2506.05433.
+may be shorter than the prompt (a truncated row) or longer (equal first answer tokens). Known as prefix sharing,
+https://arxiv.org/abs/2506.05433.
 
 Attention kernels keep packed rows apart by position ids that restart at 0 with each row, and by `cu_seqlens`, the offsets at
 which rows begin. Attention across these boundaries contaminates one row with another.
-
-Pads shorter rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Loads a tokenizer and prepares it for batching.
-
-The tokens of a conversation without tools: rendered by the chat template, or its contents joined if there is no template.
-"""
+"""Loads tokenizers, prepares them for batching, and turns text and conversations without tools into tokens and back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Rows of a call: columns selected and padded for workers; placed on an engine's replicas by prompt, sampled, put in order.
+"""Rows and refits of an engine's replicas, and the rows that a training step computes.
 
+Rows of a call are checked, reduced to the columns that workers read, placed on replicas by prompt, and put back in order.
 Training drops rows without a gradient before rows are sharded: the remaining work is spread over all ranks.
-
-The refit methods of an engine whose replicas are workers: on all replicas, or only on those that were restarted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Streams single rows over the replicas of an engine; rows of one prompt or session share a replica.
+"""Streams single rows over the replicas of an engine, where rows of one prompt or session share a replica; and samples text.
 
 A replica is polled repeatedly (`GenerationWorker.poll`): each call passes the rows that arrived since the last one and returns
 those that have ended. A row is cancelled if its consumer goes away. Other methods, such as those of a refit, run between polls.
 
 While a replica that died is restarted and receives its weights, in a thread, its rows wait and are then sampled again; the rows
 of other replicas continue.
-
-Text generation: renders and tokenizes prompts and decodes completions, with the tokenizer of the config.
 """
 
 from __future__ import annotations

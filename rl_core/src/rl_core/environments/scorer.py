@@ -1,7 +1,4 @@
-"""A base class of environments that score one answer per rollout: a subclass only says how good an answer is.
-
-An environment's response to a batch as one result per row, and results as a response.
-"""
+"""Environments that score one answer per rollout, and the results of a step: one per row, or as an `EnvironmentReturn`."""
 
 from __future__ import annotations
 

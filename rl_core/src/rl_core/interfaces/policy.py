@@ -1,10 +1,7 @@
-"""Policies: score tokens, take optimizer steps and export weights.
+"""Policies and other trainable models, the losses that they train on, and the transports that move their weights to engines.
 
-Models that take optimizer steps on a loss and save their state.
-
-Loss functions: log-probabilities and a batch in, one scalar and its metrics out; they never see logits.
-
-Weight transports: each moves every tensor of a policy to a generation backend, once per refit.
+A loss receives log-probabilities and a batch, never logits, and returns one scalar and its metrics. A transport moves every
+tensor of a policy to a generation backend, once per refit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Messages of conversations in OpenAI's form, with tool calls and tool definitions. Does not import torch.
-
-The interface of a dataset: a map-style collection of records.
-
-The text of a message whose content may be a list of parts.
-"""
+"""Records of datasets, and messages of conversations in OpenAI's form with tool calls and tools. Does not import torch."""
 
 from __future__ import annotations
 
@@ -116,7 +111,25 @@ def messages_of(observation: Observation) -> list[Message]:
     return cast("list[Message]", [observation] if isinstance(observation, Mapping) else list(observation))
 
 
-__all__ = ["Dataset", "Record"]
+def text_of(content: Any, what: str) -> str:
+    """The text of a message's content: the text itself, or its joined text parts. Errors name the message as `what`.
+
+    Raises:
+        DataError: It is neither, or a part is an image.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{what} has the content {format_value(content)}: expected a text or a list of text parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            is_image = kind in ("image", "image_url", "input_image")
+            why = "images are not supported yet" if is_image else "only text is supported"
+            raise DataError(f"{what} has a part of type {kind!r}: {why}. Remove the part or the row")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 class Record(TypedDict):
@@ -151,24 +164,3 @@ class Dataset(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Record: ...
-
-
-def text_of(content: Any, what: str) -> str:
-    """The text of a message's content: the text itself, or its joined text parts. Errors name the message as `what`.
-
-    Raises:
-        DataError: It is neither, or a part is an image.
-    """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise DataError(f"{what} has the content {format_value(content)}: expected a text or a list of text parts")
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            is_image = kind in ("image", "image_url", "input_image")
-            why = "images are not supported yet" if is_image else "only text is supported"
-            raise DataError(f"{what} has a part of type {kind!r}: {why}. Remove the part or the row")
-        texts.append(part["text"])
-    return "".join(texts)

@@ -1,10 +1,7 @@
-"""A component: one named thing that a plugin registers, described by strings only.
+"""Plugins and the components that they register, described by strings only; nothing is imported or installed here.
 
-Checks in metadata whether the requirements of a distribution are installed; imports and installs nothing.
-
-Capabilities: optional features that backends declare and that a config, a transport or an algorithm can require.
-
-Records of plugins and their components.
+Capabilities are optional features that backends declare and that a config, a transport or an algorithm can require.
+Requirements are checked in the metadata of installed distributions.
 """
 
 from __future__ import annotations

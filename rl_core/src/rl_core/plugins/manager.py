@@ -1,9 +1,7 @@
-"""Loads each plugin separately, so that a broken one does not affect the others.
+"""Loads each plugin separately: a failure of its import or of its hooks becomes its status and affects no other plugin.
 
 Environment variables: `RLCORE_DISABLE_PLUGINS=a,b` disables the plugins (or distributions) of these names;
 `RLCORE_STRICT_PLUGINS=1` makes every failure fatal.
-
-Imports one plugin and calls its component hooks; failures become faults of the plugin, not exceptions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Comparisons of columns with those of the reference, or with what they were before a call.
-
-Config sections of components that are tested without a config file.
-"""
+"""Comparisons with the reference or with the state before a call, and sections of components without a config file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Conformance of policies.
-
-The rows and the loss with which the kit trains policies.
-"""
+"""Conformance of policies, compared with a reference of the kit that takes the same steps."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""A Llama of 90,000 parameters in plain torch, and the folder from which backends load it.
+"""A Llama of 90,000 parameters in plain torch: its folder, its optimizer steps, and the refits in which it sends its weights.
 
 It is written from the definition of the architecture (https://arxiv.org/abs/2302.13971, grouped queries of
 https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend.
-
-A policy without training: it holds reference weights and sends them to an engine.
-
-Optimizer steps of the reference model, with the optimizer of a policy's section.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Checks of an environment without a model: types, unchanged arguments, determinism, independence of rows.
 
-An environment and rows for it, without a model.
-
-Rollouts of an environment in this process whose answers come from the caller, not from a model.
+The caller gives the rows and the answers of rollouts.
 """
 
 from __future__ import annotations
