@@ -78,7 +78,7 @@ class ActorHost:
     def __init__(self, label: str) -> None:
         self._label = label
         self._worker: Any = None
-        self._stack_file = daemons.install()
+        self._stack_file = daemons.enable_read_stack()
         self._guard = orphan_reaper.start_reaper(MARKER, os.environ[MARKER])
 
     def __repr__(self) -> str:

@@ -234,7 +234,7 @@ _SIGNAL = signal.SIGUSR2
 _kept_open: list[IO[bytes]] = []
 
 
-def install() -> str:
+def enable_read_stack() -> str:
     """Make this process respond to `read_stack`; returns the path of the output, readable while the process lives."""
     answers = tempfile.TemporaryFile()  # noqa: SIM115 - must stay open as long as the process lives
     _kept_open.append(answers)

@@ -107,23 +107,6 @@ class EnvironmentConfig(ComponentSection):
         return self
 
 
-class RunSections(Protocol):
-    """The sections of a run that a component's checks read; each attribute has the name of its section."""
-
-    algorithm_name: str
-    """Name of the algorithm."""
-    algorithm: Any
-    """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
-    policy: PolicyConfig
-    value: PolicyConfig | None
-    teacher: PolicyConfig | None
-    data: Any
-    env: dict[str, EnvironmentConfig]
-    cluster: ClusterConfig
-    model_fields_set: set[str]
-    """Names of the sections that the config sets."""
-
-
 class ToolEnvironmentConfig(EnvironmentConfig):
     """Base section of environments whose model calls tools."""
 
@@ -151,3 +134,20 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     @property
     def min_turns(self) -> int:
         return 2
+
+
+class RunSections(Protocol):
+    """The sections of a run that a component's checks read; each attribute has the name of its section."""
+
+    algorithm_name: str
+    """Name of the algorithm."""
+    algorithm: Any
+    """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
+    policy: PolicyConfig
+    value: PolicyConfig | None
+    teacher: PolicyConfig | None
+    data: Any
+    env: dict[str, EnvironmentConfig]
+    cluster: ClusterConfig
+    model_fields_set: set[str]
+    """Names of the sections that the config sets."""

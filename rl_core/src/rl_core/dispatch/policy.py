@@ -14,7 +14,7 @@ from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups, right_padded
-from rl_core.dispatch.replica_rows import TrainingRows, check_rows, pad_rows_to_multiple, select_columns
+from rl_core.dispatch.replica_rows import TrainingRows, check_rows, generate_on, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.streaming import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
@@ -201,8 +201,6 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        from rl_core.dispatch.replica_rows import generate_on
-
         self.wait_ready()
         if (output := self._generate_messages(data, greedy)) is not None:
             return output

@@ -88,7 +88,7 @@ class EnvironmentChecks:
         return "equal calls have equal results in a new instance"
 
     def determinism(self) -> str:
-        """`unknown_session` and `reopened_session`."""
+        """`repeated_calls` and `instances`."""
         self.repeated_calls()
         self.instances()
         return "equal calls have equal results, also of a new instance"
@@ -146,7 +146,7 @@ class EnvironmentChecks:
         return f"sessions are named by `{SESSION_KEY}`"
 
     def sessions(self) -> str:
-        """Both of the above."""
+        """`unknown_session` and `reopened_session`."""
         self.unknown_session()
         self.reopened_session()
         return "`close` accepts an unknown session, and a session that is opened again starts from the beginning"
