@@ -33,7 +33,12 @@ from rl_train.config.values import leaves
 from rlcore_cli.arguments import Overrides
 from rlcore_cli.listing import print_table
 
-_LONGEST_DEFAULT = 32
+
+def _completed_key(incomplete: str) -> list[str]:
+    """The keys that begin with what was typed, up to their next dot."""
+    parts = incomplete.count(".") + 1
+    keys = known_keys(schema_index(Registry(discover())))
+    return sorted({".".join(key.split(".")[:parts]) for key in keys if key.startswith(incomplete)})
 
 
 def explain(
@@ -71,11 +76,7 @@ def explain(
         explain_anywhere(key, component)
 
 
-def _completed_key(incomplete: str) -> list[str]:
-    """The keys that begin with what was typed, up to their next dot."""
-    parts = incomplete.count(".") + 1
-    keys = known_keys(schema_index(Registry(discover())))
-    return sorted({".".join(key.split(".")[:parts]) for key in keys if key.startswith(incomplete)})
+_LONGEST_DEFAULT = 32
 
 
 def explain_in(loaded: LoadedConfig, key: str) -> None:
@@ -179,13 +180,13 @@ def known_keys(index: SchemaIndex) -> list[str]:
     """Every key and section that an installed component has, and the keys of mappings with defaults."""
     fields = [field for section in index.sections for field in section.fields()]
     keys = {dotted(field.path) for field in fields}
-    keys |= {f"{dotted(field.path)}.{name}" for field in fields if field.model is None for name in _free_keys(field)}
+    keys |= {
+        f"{dotted(field.path)}.{name}"
+        for field in fields
+        if field.model is None and isinstance(field.default, dict)
+        for name in field.default
+    }
     return [*keys, *(dotted(section.path) for section in index.sections)]
-
-
-def _free_keys(field: Field) -> list[str]:
-    """The default keys of a free mapping, such as the arguments of an optimizer."""
-    return list(field.default) if isinstance(field.default, dict) else []
 
 
 def _named(component: str, sections: list[SectionSchema], key: str) -> list[SectionSchema]:
@@ -224,14 +225,14 @@ def _common_row(name: str, fields: list[Field]) -> tuple[str, str, str]:
     """A row of the table of common keys: a default only if all components have it, and the meaning that most of them share."""
     defaults = [_short_default(field) for field in fields]
     default = defaults[0] if len(set(defaults)) == 1 else "by component"
-    return f"  {name}", default, mode(_first_sentence(field.info.description) for field in fields)
+    return f"  {name}", default, mode(field.summary for field in fields)
 
 
 def _print_field(field: Field, sections: list[SectionSchema]) -> None:
     argument = allowed_argument(field.path)
     has_no_default = argument is None or field.default is NO_DEFAULT
     rows = {
-        "meaning": " ".join((field.info.description or "").split()),
+        "meaning": field.meaning,
         "type": field.type_name if has_no_default else type(field.default).__name__,
         "allowed": "" if field.model is not None else argument or field.allowed,
         "default": _default(field),
@@ -250,7 +251,7 @@ def _default(field: Field) -> str:
 
 
 def _print_keys(fields: list[Field]) -> None:
-    print_table([(f"  {field.name}", _short_default(field), _first_sentence(field.info.description)) for field in fields])
+    print_table([(f"  {field.name}", _short_default(field), field.summary) for field in fields])
 
 
 def _short_default(field: Field) -> str:
@@ -298,11 +299,6 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
 
 def _yaml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _first_sentence(text: str | None) -> str:
-    sentence, dot, _ = " ".join((text or "").split()).partition(". ")
-    return sentence + dot.strip()
 
 
 def schema(

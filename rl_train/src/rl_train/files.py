@@ -1,8 +1,6 @@
-"""Finds the files that a config refers to: relative to the working directory, else to the file that contains the path.
+"""Files that a config refers to, files that are complete or absent even after a crash, and sizes in bytes.
 
-Writes files that are complete or absent, also after a crash of the process or the machine.
-
-Sizes in bytes as users write and read them, and the memory of this machine.
+A path in a config is relative to the working directory, else to the file that contains it.
 """
 
 from __future__ import annotations

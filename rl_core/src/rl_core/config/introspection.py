@@ -48,6 +48,17 @@ class Field:
         return None if self.is_free else section_model(self.info.annotation)
 
     @property
+    def meaning(self) -> str:
+        """Its docstring on one line."""
+        return " ".join((self.info.description or "").split())
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its docstring."""
+        sentence, dot, _ = self.meaning.partition(". ")
+        return sentence + dot.strip()
+
+    @property
     def type_name(self) -> str:
         """Its type in Python notation; `Any` for a free key."""
         return "Any" if self.is_free else type_name(self.info.annotation)

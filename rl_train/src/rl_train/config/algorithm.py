@@ -1,8 +1,6 @@
-"""Finds the algorithm of a config: by its section, or by the paths in `algorithm`. Does not import torch.
+"""The algorithm of a config, found by its section or by the paths in `algorithm`, and what it needs. Does not import torch.
 
-What an algorithm needs from the runtime: prompts, samples, turns, records, models. Does not import torch.
-
-The runtime reads these values and never a field of an algorithm's section by name, so a custom algorithm may choose its own
+The runtime reads `RuntimeNeeds` and never a field of an algorithm's section by name, so a custom algorithm may choose its own
 field names.
 """
 

@@ -21,7 +21,8 @@ def device_values(run: RunConfig, devices: Devices) -> dict[KeyPath, Any]:
     engine = run.policy.generation
     sections: dict[KeyPath, Any] = {(name,): model for name, model in models_of(run).items()}
     sections |= {_ENGINE: engine} if engine is not None else {}
-    return {key: value for path, section in sections.items() for key, value in _filled(path, section, devices).items()}
+    filled = (_added(path, section, section.for_devices(devices)) for path, section in sections.items())
+    return {key: value for values in filled for key, value in values.items()}
 
 
 def effective_values(run: RunConfig, devices: Devices) -> dict[KeyPath, Any]:
@@ -31,10 +32,6 @@ def effective_values(run: RunConfig, devices: Devices) -> dict[KeyPath, Any]:
         return values
     resolved = engine.for_devices(devices).for_policy(run.policy.for_devices(devices))
     return values | _added(_ENGINE, engine, resolved)
-
-
-def _filled(path: KeyPath, section: Any, devices: Devices) -> dict[KeyPath, Any]:
-    return _added(path, section, section.for_devices(devices))
 
 
 def _added(path: KeyPath, given: Any, resolved: Any) -> dict[KeyPath, Any]:

@@ -209,7 +209,7 @@ def draft_config(
     if not isinstance(source, Mapping):
         search_modules_in(folders_of_files(written))
         values, interpolations = _resolved_values(written, registry=registry, problems=problems, secrets=secrets)
-    values, written, interpolations = expand_aliases(values, written=written, interpolations=interpolations)
+    written = expand_aliases(values, written=written, interpolations=interpolations)
     layout = resolve_sections(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems if needs_files else Problems())
     as_written = WrittenConfig(values=values, written=written, layout=layout, overrides=applied, use=use)

@@ -1,12 +1,6 @@
-"""The config reference page: one table per section, generated from the models and their docstrings.
+"""Every section that a config can have with the installed plugins, as a reference page and as a JSON schema.
 
-The JSON schema of config files, for editors: completion, documentation and basic checks of every installed section.
-
-It is more permissive than the loader: a file may omit what another file sets, and any value may be `${...}`.
-
-Every section that a config can have with the installed plugins. Does not read configs.
-
-Used by `rlcore explain`, `rlcore schema` and the reference pages.
+Used by `rlcore explain` and `rlcore schema`. Does not read configs.
 """
 
 from __future__ import annotations
@@ -28,6 +22,67 @@ from rl_train.config.schema import BASES, section_of
 from rl_train.config.section_resolver import BUILT_IN
 from rl_train.config.slots import ANY, SLOTS, SectionSchema, Slot, matches, slots_of
 from rl_train.yaml_reader import MARKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaIndex:
+    """All sections.
+
+    Attributes:
+        sections: Each section of each component, and the built-in ones; one key may have several.
+        unusable: One sentence for each component whose model cannot be loaded.
+    """
+
+    sections: tuple[SectionSchema, ...]
+    unusable: tuple[str, ...]
+
+    def of_kind(self, kind: Kind) -> dict[str, Model]:
+        """The models of the components of a kind, by name."""
+        return {
+            section.component.name: section.model
+            for section in self.sections
+            if section.kind is kind and section.component is not None
+        }
+
+    def find(self, path: KeyPath) -> list[tuple[SectionSchema, Field]]:
+        """The fields that a key may refer to: one for each component with that key."""
+        candidates = []
+        for section in self.sections:
+            enclosing = path[: len(section.path)]
+            if len(path) > len(enclosing) and matches(section.path, enclosing):
+                field = replace(section, path=enclosing).find(path)
+                if field is not None:
+                    candidates.append((section, field))
+        # The backends' own models describe `policy.generation` better than the base model.
+        deepest = max((len(section.path) for section, _ in candidates), default=0)
+        return [(section, field) for section, field in candidates if len(section.path) == deepest]
+
+
+def schema_index(registry: Registry, *, plugins: Collection[str] | None = None) -> SchemaIndex:
+    """The built-in sections and those of installed, working components.
+
+    Args:
+        registry: The plugins.
+        plugins: Names of plugins to take components from; all of them by default.
+    """
+    sections = [SectionSchema(path=(name,), model=model) for name, model in BUILT_IN.items()]
+    unusable = []
+    for registration in registry.manager.registrations:
+        kind, component, plugin = registration.kind, registration.component, registration.plugin
+        if not slots_of(kind) or plugin.status is not Status.READY:
+            continue
+        if plugins is not None and plugin.name not in plugins:
+            continue
+        try:
+            model = section_of(component, kind)
+        except PluginError as error:
+            unusable.append(str(error))
+            continue
+        for slot in slots_of(kind):
+            path = slot.path if slot.selector is not None else (*slot.path[:-1], component.name)
+            sections.append(SectionSchema(path=path, model=model, component=component, kind=kind, implied=slot.implied))
+    return SchemaIndex(sections=tuple(sections), unusable=tuple(unusable))
+
 
 _HEAD = """# Config reference
 
@@ -111,8 +166,7 @@ def _rows_with_owner(section: SectionSchema) -> Iterator[tuple[str, Model]]:
     for field in section.fields():
         if not _has_own_table(field, section) and (field.model is None or field.default is None):
             path = field.path[len(section.path) :]
-            meaning = _cell(field.info.description or "")
-            row = f"| `{dotted(path)}` | {_default(field)} | {_cell(field.allowed)} | {meaning} |"
+            row = f"| `{dotted(path)}` | {_default(field)} | {_cell(field.allowed)} | {_cell(field.meaning)} |"
             yield row, declaring_model(section.model, str(path[0]))
 
 
@@ -147,7 +201,9 @@ _MARKS = {mark: {"type": "boolean"} for mark in MARKS}
 
 
 def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
-    """The schema of a config file.
+    """The schema of a config file, for editors: completion, documentation and basic checks of every section.
+
+    It is more permissive than the loader: a file may omit what another file sets, and any value may be `${...}`.
 
     Args:
         schema_index: The sections; each model becomes a definition.
@@ -261,63 +317,3 @@ def _or_interpolated(value: dict[str, Any]) -> dict[str, Any]:
 
 def _or_null(section: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [section, {"type": "null"}, _INTERPOLATION]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchemaIndex:
-    """All sections.
-
-    Attributes:
-        sections: Each section of each component, and the built-in ones; one key may have several.
-        unusable: One sentence for each component whose model cannot be loaded.
-    """
-
-    sections: tuple[SectionSchema, ...]
-    unusable: tuple[str, ...]
-
-    def of_kind(self, kind: Kind) -> dict[str, Model]:
-        """The models of the components of a kind, by name."""
-        return {
-            section.component.name: section.model
-            for section in self.sections
-            if section.kind is kind and section.component is not None
-        }
-
-    def find(self, path: KeyPath) -> list[tuple[SectionSchema, Field]]:
-        """The fields that a key may refer to: one for each component with that key."""
-        candidates = []
-        for section in self.sections:
-            enclosing = path[: len(section.path)]
-            if len(path) > len(enclosing) and matches(section.path, enclosing):
-                field = replace(section, path=enclosing).find(path)
-                if field is not None:
-                    candidates.append((section, field))
-        # The backends' own models describe `policy.generation` better than the base model.
-        deepest = max((len(section.path) for section, _ in candidates), default=0)
-        return [(section, field) for section, field in candidates if len(section.path) == deepest]
-
-
-def schema_index(registry: Registry, *, plugins: Collection[str] | None = None) -> SchemaIndex:
-    """The built-in sections and those of installed, working components.
-
-    Args:
-        registry: The plugins.
-        plugins: Names of plugins to take components from; all of them by default.
-    """
-    sections = [SectionSchema(path=(name,), model=model) for name, model in BUILT_IN.items()]
-    unusable = []
-    for registration in registry.manager.registrations:
-        kind, component, plugin = registration.kind, registration.component, registration.plugin
-        if not slots_of(kind) or plugin.status is not Status.READY:
-            continue
-        if plugins is not None and plugin.name not in plugins:
-            continue
-        try:
-            model = section_of(component, kind)
-        except PluginError as error:
-            unusable.append(str(error))
-            continue
-        for slot in slots_of(kind):
-            path = slot.path if slot.selector is not None else (*slot.path[:-1], component.name)
-            sections.append(SectionSchema(path=path, model=model, component=component, kind=kind, implied=slot.implied))
-    return SchemaIndex(sections=tuple(sections), unusable=tuple(unusable))

@@ -1,13 +1,8 @@
-"""Learning-rate schedules over the optimizer steps of a run; fills in missing lengths. Does not import torch.
+"""Optimizer steps of a run, and the learning-rate schedules over them. Does not import torch.
 
-Covers the named schedules only, not those given by their path.
-
-Number of optimizer steps of each trained model. Independent of schedules; does not import torch.
-
-Users count steps of the algorithm, but learning-rate schedules count optimizer steps: a step may make several, and PPO makes
-several passes over its rows.
-
-Arguments of torch's optimizers and learning-rate schedulers, read from its source files, so that torch is not imported.
+Users count steps of the algorithm, but schedules count optimizer steps: a step may make several, and PPO makes several passes
+over its rows. A named schedule without a length is as long as the run. The arguments of torch's own optimizers and schedulers
+are read from its source files.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """The sections of the runtime, and the whole config, as frozen models with their defaults. Does not import torch.
 
 An algorithm's section extends `AlgorithmConfig`, a loss's `LossConfig`, a logger's `LoggerConfig`. The sections of backends,
-environments and datasets extend those of `rl_core.config.schema`.
-
-The config models of components, by kind, and those that are given as they are.
-
-Base section of algorithms: the keys that all algorithms share, and what each one declares. Does not import torch.
-
-Parses durations in a config.
+environments and datasets extend those of `rl_core.config.schema`. `BASES` has the models of all kinds of components.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rl_core.config import schema as core_schema
 from rl_core.config.diagnostics import KeyPath, Node
 from rl_core.config.introspection import Model
 from rl_core.config.schema import ClusterConfig, DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
@@ -395,10 +388,10 @@ class OpenLoggerConfig(LoggerConfig, _OpenSection):
 BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.ALGORITHM: (AlgorithmConfig, AlgorithmConfig),
     Kind.LOSS: (LossConfig, OpenLossConfig),
-    Kind.POLICY: (core_schema.PolicyConfig, OpenPolicyConfig),
-    Kind.GENERATION: (core_schema.GenerationConfig, OpenGenerationConfig),
-    Kind.ENVIRONMENT: (core_schema.EnvironmentConfig, OpenEnvironmentConfig),
-    Kind.DATASET: (core_schema.DatasetConfig, OpenDatasetConfig),
+    Kind.POLICY: (PolicyConfig, OpenPolicyConfig),
+    Kind.GENERATION: (GenerationConfig, OpenGenerationConfig),
+    Kind.ENVIRONMENT: (EnvironmentConfig, OpenEnvironmentConfig),
+    Kind.DATASET: (DatasetConfig, OpenDatasetConfig),
     Kind.LOGGER: (LoggerConfig, OpenLoggerConfig),
 }
 """The base class of the config model of each kind, and the model of a component given by its path."""

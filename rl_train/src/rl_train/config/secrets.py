@@ -26,8 +26,6 @@ _URL_WITH_PASSWORD = re.compile(r"[A-Za-z][\w+.-]*://[^/\s:@]*:[^/\s@]+@")
 _WELL_KNOWN = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|wandb_v1_|eyJ)[\w.-]{8,}")
 _LONG_ENOUGH = 6
 """Minimum number of characters of a secret that is searched for inside other texts; shorter ones would match by chance."""
-
-
 _CUT = 40
 """Number of characters of a secret to search for in errors, which truncate long values."""
 

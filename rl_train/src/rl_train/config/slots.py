@@ -1,10 +1,7 @@
-"""The sections of a config that belong to components: their keys, and what selects the component of each.
+"""The sections of a config: which belong to components (`SLOTS`), and the sections of one config, each with its model.
 
-The only list of them. The loader, the JSON schema, the config reference, `rlcore explain` and the checks derive from it.
-
-The sections of one config, each with its model: looks up keys and their defaults.
-
-Reads classes and their attributes from source files; imports nothing.
+`SLOTS` is the only list of them. The loader, the JSON schema, the config reference, `rlcore explain` and the rules derive from
+it. The last functions read attributes of components' classes from their source files, without importing them.
 """
 
 from __future__ import annotations

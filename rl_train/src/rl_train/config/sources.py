@@ -1,10 +1,10 @@
-"""Reads config files and the files they inherit from, or Python values, into one tree of values. Independent of the schema.
+"""Reads config files and the files they inherit from, or Python values, and resolves `${...}`. Independent of the schema.
 
 `defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in order
 and depth first; the values of the file itself override them. `grpo.yaml` and `sft.yaml` are packaged: they are found by
 name, also as `configs/grpo.yaml`, if there is no such file.
 
-Resolves `${...}` with OmegaConf, one value at a time so that every failure is reported. Independent of the schema.
+OmegaConf resolves `${...}`, one value at a time so that every failure is reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +36,7 @@ LARGEST_FILE = 1 << 20
 ConfigFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A config file, or several that are layered: the values of each override those of the files before it."""
 
-BASE_CONFIGS = pathlib.Path(__file__).parent / "base_configs"
+BASE_CONFIGS = Path(__file__).parent / "base_configs"
 """Folder of the packaged base configs."""
 
 PROVENANCE = "provenance.json"
@@ -45,9 +44,9 @@ PROVENANCE = "provenance.json"
 _PARENTS = "defaults"
 
 
-def as_paths(files: ConfigFiles) -> list[pathlib.Path]:
+def as_paths(files: ConfigFiles) -> list[Path]:
     """The config files, in the order in which they are applied."""
-    return [pathlib.Path(files)] if isinstance(files, str | os.PathLike) else [pathlib.Path(file) for file in files]
+    return [Path(files)] if isinstance(files, str | os.PathLike) else [Path(file) for file in files]
 
 
 def read_sources(files: ConfigFiles | Mapping[str, Any], *, problems: Problems) -> Node:
@@ -99,11 +98,11 @@ def folders_of_files(written: Node) -> list[str]:
     """
     files = dict.fromkeys(node.location.file for _, node in written.leaves() if node.location.file is not None)
     folders = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
-    recorded = [each for folder in folders for each in _recorded_folders(pathlib.Path(folder) / PROVENANCE)]
+    recorded = [each for folder in folders for each in _recorded_folders(Path(folder) / PROVENANCE)]
     return [folder for folder in dict.fromkeys([*folders, *recorded]) if folder != str(BASE_CONFIGS)]
 
 
-def _recorded_folders(provenance: pathlib.Path) -> list[str]:
+def _recorded_folders(provenance: Path) -> list[str]:
     """The folders of the files of a run, whose own folder has a copy of the config; empty for other folders."""
     try:
         content = json.loads(provenance.read_text(encoding="utf-8"))
@@ -194,8 +193,7 @@ def _text(source: str, *, referenced_at: SourceLocation | None, problems: Proble
         with open(source, "rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:
-        message = _unreadable(source, error)
-        problems.add(message, location=referenced_at, path=path)
+        problems.add(_unreadable(source, error), location=referenced_at, path=path)
         return None
     if len(raw) > LARGEST_FILE:
         problems.add(
@@ -222,7 +220,7 @@ def _unreadable(source: str, error: OSError | ValueError) -> str:
             hint = _similar_files(source)
             return f"File {source} does not exist.{hint}"
         case IsADirectoryError():
-            config = pathlib.Path(source) / "config.yaml"  # as `rlcore init` writes it
+            config = Path(source) / "config.yaml"  # as `rlcore init` writes it
             return f"{source} is a folder: give {config if config.is_file() else 'a YAML file in it'}."
         case OSError():
             return f"{source} cannot be read: {error.strerror or error}."
@@ -231,13 +229,13 @@ def _unreadable(source: str, error: OSError | ValueError) -> str:
 
 
 def _similar_files(source: str) -> str:
-    folder = pathlib.Path(source).parent
+    folder = Path(source).parent
     if not folder.is_dir():
         return f" The folder {folder} does not exist either."
     siblings = sorted(file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
     if not siblings:
         return ""
-    meant = nearest(pathlib.Path(source).name, siblings)
+    meant = nearest(Path(source).name, siblings)
     return f" Did you mean {folder / meant}?" if meant else ""
 
 

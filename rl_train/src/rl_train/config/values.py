@@ -1,15 +1,7 @@
-"""Command-line overrides, `key=value` and `++key=value`, applied to the values of the config files. Independent of the schema.
+"""The values of a config between its files and its models: overrides, short forms, paths, and where each value came from.
 
-`key=value` sets a key that exists in the file or the schema; `++key=value` may also add one to a section with free keys. The
-loader checks the keys later, using `Override.known`.
-
-Expands short forms in a config: `data.train_data_path` means `data.train` with the dataset `jsonl`.
-
-Finds the files and folders that a config names, by the rules of `rl_core.config.section`, and reports missing ones.
-
-Plain values of nested sections by key.
-
-Finds the origin of each value of a loaded config. Independent of the schema.
+An override `key=value` sets a key that exists in the file or the schema; `++key=value` may also add one to a section with free
+keys. The loader checks the keys later, using `Override.known`.
 """
 
 from __future__ import annotations
@@ -207,31 +199,26 @@ def _has_no_path(data: dict[str, Any], split: str) -> bool:
     return isinstance(given, dict) and given.get("path") is None and given.get("dataset_name") in (None, "jsonl")
 
 
-def expand_aliases(
-    values: dict[str, Any], *, written: Node, interpolations: dict[KeyPath, str]
-) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
-    """The config with its short forms expanded; each value keeps the location where the user wrote it.
+def expand_aliases(values: dict[str, Any], *, written: Node, interpolations: dict[KeyPath, str]) -> Node:
+    """Expand the short forms of a config; each value keeps the location where the user wrote it.
 
     Args:
         values: The plain values; changed in place.
-        written: The same values with their source locations.
-        interpolations: The text of each interpolation, by its path.
+        written: The same values with their source locations; returned with the short forms expanded.
+        interpolations: The text of each interpolation, by its path; changed in place.
     """
-    data = values.get("data")
+    data, section = values.get("data"), written.child("data")
     for short, split in expand_data_paths(data) if isinstance(data, dict) else ():
-        section = written.at(("data",))
         if section is not None and isinstance(section.value, dict):
-            path = section.value[short]
-            given = section.value.get(split)
+            keys = dict(section.value)
+            path, given = keys.pop(short), keys.get(split)
             others = given.value if given is not None and isinstance(given.value, dict) else {}
-            dataset = Node({**others, "path": path}, location=path.key_location, key_location=path.key_location)
-            keys = {key: item for key, item in section.value.items() if key != short}
-            data_section = Node({**keys, split: dataset}, location=section.location, key_location=section.key_location)
-            root = {**written.value, "data": data_section}
-            written = Node(root, location=written.location, key_location=written.key_location)
+            keys[split] = Node({**others, "path": path}, location=path.key_location, key_location=path.key_location)
+            section = replace(section, value=keys)
+            written = replace(written, value={**written.value, "data": section})
         if ("data", short) in interpolations:
             interpolations["data", split, "path"] = interpolations.pop(("data", short))
-    return values, written, interpolations
+    return written
 
 
 _MODELS = ("model_name", "name", "tokenizer_name")

@@ -1,11 +1,10 @@
-"""Finds the characters of a rendered conversation that a model would have sampled, without tokenizing.
+"""Finds the characters of a rendered conversation that a model would have sampled.
 
 A conversation is rendered once, as a whole. Most templates only append, so an answer is the text between its prompt and the
 next message. Others rewrite an answer once messages follow it (they drop its reasoning or replace its end token), or open the
 answer in the prompt and not in the conversation (`<think>`). In these cases the answer is found by rendering the conversation
-again with a known word as its content.
-
-Encodes a text with token boundaries at given characters, as when a model starts or stops sampling there.
+again with a known word as its content. The text is then encoded with token boundaries at the ends of the answers, as when a
+model starts or stops sampling there (`encode_pieces`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Rows of Parquet files and Hugging Face datasets, memory-mapped by the `datasets` library.
 
 The library only loads the data: order, resuming, bad rows and held-out splits are handled elsewhere in this package.
-
-Concatenates map-style collections.
 """
 
 from __future__ import annotations

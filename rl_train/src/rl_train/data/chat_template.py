@@ -18,8 +18,7 @@ import torch
 
 from rl_core.data.tokenizer import encode, plain_pieces
 from rl_core.errors import DataError
-from rl_train.data.conversations import is_begun as is_begun
-from rl_train.data.conversations import read_calls
+from rl_train.data.conversations import is_begun, read_calls
 from rl_train.data.special_tokens import guarded, template_text
 
 Message = Mapping[str, Any]
@@ -71,7 +70,7 @@ FORMS = tuple(ToolFormat(arguments_as_text=text, empty_content=empty) for text i
 
 
 def with_normalized_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with their tool calls in the form of `tool_calls.read_calls`.
+    """The messages with their tool calls in the form of `conversations.read_calls`.
 
     Raises:
         DataError: A call is invalid.

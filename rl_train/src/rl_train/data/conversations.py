@@ -1,7 +1,4 @@
-"""Reads and checks conversations in OpenAI's format. Independent of datasets and chat templates.
-
-Tools, calls and results in OpenAI's form.
-"""
+"""Reads and checks conversations in OpenAI's format, with tools, calls and results. Independent of datasets and templates."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ def read_messages(value: Any, what: str, *, role: str) -> Messages:
     """The messages of a field; a text is one message.
 
     The content may be a list of parts, `{"type": "text", "text": ...}` each, which are joined; it is empty in messages that
-    only call tools. Null keys are removed. `tool_calls.check_tool_use` checks that tool results match calls.
+    only call tools. Null keys are removed. `check_tool_use` checks that tool results match calls.
 
     Args:
         value: The field.

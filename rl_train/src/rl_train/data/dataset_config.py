@@ -1,7 +1,4 @@
-"""Sections of the built-in datasets. Does not import torch.
-
-Checks the function, prompt template and first row of a dataset's section. Does not import torch.
-"""
+"""Sections of the built-in datasets, which check their function, prompt template and first row. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import RunSections
@@ -145,14 +141,19 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
     if first is None:
         yield ("path",), _EMPTY.format(path=config.path)
     elif config.on_bad_row is OnBadRow.ERROR and (config.record_fn is None or config.record_fn in PACKAGED):
+        from rl_train.data.datasets import RecordDataset, RecordReader
+        from rl_train.data.preferences import PreferenceDataset
+
         try:
-            _read(parsed(first[1]), effective)
-        except DataError:
-            # As the run reports it: all bad rows of the file.
             try:
-                _dataset(effective)
-            except DataError as error:
-                yield (error.key or "path",), str(error)
+                if isinstance(effective, PreferenceFields):
+                    PreferenceDataset.reader(effective).records(parsed(first[1]))
+                elif isinstance(effective, RecordFields):
+                    RecordReader(effective, with_examples=False).records(parsed(first[1]))
+            except DataError:  # reported as by the run: all bad rows of the file
+                (PreferenceDataset if isinstance(effective, PreferenceFields) else RecordDataset)(effective)
+        except DataError as error:
+            yield (error.key or "path",), str(error)
 
 
 def _is_empty(path: Path) -> bool:
@@ -175,20 +176,3 @@ def _has_content(file: Path) -> bool:
         return file.stat().st_size > 0
     with file.open(encoding="latin-1") as lines:
         return len([*islice(filter(str.strip, lines), 2)]) == 2
-
-
-def _dataset(config: RowsConfig) -> None:
-    from rl_train.data.datasets import RecordDataset
-    from rl_train.data.preferences import PreferenceDataset
-
-    (PreferenceDataset if isinstance(config, PreferenceFields) else RecordDataset)(config)
-
-
-def _read(row: dict[str, Any], config: RowsConfig) -> None:
-    from rl_train.data.datasets import RecordReader
-    from rl_train.data.preferences import PairReader
-
-    if isinstance(config, PreferenceFields):
-        PairReader(config).records(row)
-    elif isinstance(config, RecordFields):
-        RecordReader(config, with_examples=False).records(row)

@@ -2,8 +2,6 @@
 
 A record is {messages, extra_env_info, task_name} with optional tools and stop_strings; a conversation for supervised training
 ends with an assistant message.
-
-Creates datasets from their classes, which may be a user's, and checks the first record.
 """
 
 from __future__ import annotations
@@ -208,7 +206,7 @@ _FORM = "A record is a dict with `messages` (a list of {role, content}), or with
 
 
 def make_dataset(dataset_class: Any, section: DatasetConfig) -> Any:
-    """The dataset of a section.
+    """The dataset of a section, whose class may be a user's; its first record is checked.
 
     Args:
         dataset_class: its class, called with the section.

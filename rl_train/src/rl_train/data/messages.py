@@ -84,7 +84,7 @@ def get_formatted_message_log(
     or does not exist, `sampled_range` is the range of the message's sampled tokens. Text of untrained messages belongs to the
     last of them before a trained one. If the template drops part of the last answer, the answer from the data follows its
     prompt instead. Tools that are offered or called must be in the tokens: see `chat_template`. Texts of control tokens in the
-    messages are not control tokens, see `guarded_text`.
+    messages are not control tokens, see `special_tokens.guarded`.
 
     Without a chat template, each content is tokenized by itself, without special tokens or text between messages. The
     tokenizer's BOS token, if any, opens the first message; its EOS token closes every assistant message.

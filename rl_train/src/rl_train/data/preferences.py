@@ -81,7 +81,11 @@ def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[Prefer
 def _ranked(row: dict[str, Any], config: PreferenceFields) -> list[tuple[Any, Any]]:
     """Pairs of answers that differ in rank or score, the better one first, in the order of the best."""
     key = config.completions_key
-    listed = [(_worth(each, number, key), each["completion"]) for number, each in enumerate(_list(row[key], key))]
+    if not isinstance(row[key], list):
+        raise DataError(
+            f"the field {key!r} is {format_value(row[key])}: expected a list of {{completion, rank}} or {{completion, score}}"
+        )
+    listed = [(_worth(each, number, key), each["completion"]) for number, each in enumerate(row[key])]
     if len({by for (by, _), _ in listed}) > 1:
         raise DataError(f"some answers in {key!r} have a rank and others a score: use one of the two for all")
     # sorted() is stable, so the first of several equally good answers is used.
@@ -91,14 +95,6 @@ def _ranked(row: dict[str, Any], config: PreferenceFields) -> list[tuple[Any, An
         what = "score" if listed and listed[0][0][0] == "score" else "rank"
         raise DataError(f"the answers in {key!r} all have the same {what}, so there is no preference")
     return pairs if config.pairing == "all" else [(ordered[0][1], ordered[-1][1])]
-
-
-def _list(listed: Any, key: str) -> list[Any]:
-    if not isinstance(listed, list):
-        raise DataError(
-            f"the field {key!r} is {format_value(listed)}: expected a list of {{completion, rank}} or {{completion, score}}"
-        )
-    return listed
 
 
 def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:

@@ -1,13 +1,7 @@
-"""Sources of rows, and datasets of the records of their valid rows.
+"""Sources of rows, datasets of the records of their valid rows, and reports of the others.
 
-Functions that turn the fields of a row into a record: the packaged ones, and those given by a path.
-
-A function raises `DataError` for an invalid row, which is then reported with its location, or skipped. Any other exception is
-a bug in the function and ends the run.
-
-Bad rows of a dataset: their locations, and the reasons why they cannot be used.
-
-Fields within fields: `reward_model.ground_truth` is the key `ground_truth` of the field `reward_model`.
+A function that turns the fields of a row into a record (`record_fn`), packaged or given by a path, raises `DataError` for an
+invalid row, which is then reported with its location, or skipped. Any other exception is a bug in it and ends the run.
 """
 
 from __future__ import annotations
@@ -271,8 +265,6 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}
-
-
 _FIELDS = {"sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
 
 
@@ -401,7 +393,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def field_value(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a field, which may be nested; None if the row has none. A field with exactly this name takes precedence."""
+    """The value of a field, None if the row has none. `a.b` is the field of this name, or else the key `b` of the field `a`."""
     value: Any = row
     for key in [name] if name in row else name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,9 +43,23 @@ class RowsConfig(DatasetConfig):
         names = [name for value in values for name in ([value] if isinstance(value, str) else value or ())]
         return tuple(name for name in names if "." in name)
 
+    @property
+    def names_tools(self) -> bool:
+        """Whether `tools_key` names a field other than the default, which rows must then have."""
+        return "tools_key" in self.changed()
+
     def changed(self) -> set[str]:
         """The keys whose values differ from their defaults; a resolved config also states the defaults."""
         return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
+
+    def _without_record_fn_or(self, keys: set[str]) -> Self:
+        unused = sorted(keys & self.changed())
+        if self.record_fn is not None and unused:
+            raise ValueError(
+                f"record_fn creates the records, so {', '.join(unused)} would have no effect: remove either record_fn or these "
+                "keys"
+            )
+        return self
 
 
 class JsonLinesSource(RowsConfig):
@@ -130,11 +144,6 @@ class RecordFields(RowsConfig):
         return True if self.continue_final_message is None and self.input_key == "prompt" else self.continue_final_message
 
     @property
-    def names_tools(self) -> bool:
-        """Whether `tools_key` names a field other than the default, which rows must then have."""
-        return "tools_key" in self.changed()
-
-    @property
     def may_lack_output(self) -> bool:
         """Whether rows may lack the field of `output_key`."""
         return self.response_key is not None and "output_key" not in self.changed()
@@ -148,7 +157,7 @@ class RecordFields(RowsConfig):
 
     @model_validator(mode="after")
     def _keys_exclude_record_fn(self) -> RecordFields:
-        return _reject_keys_with_record_fn(self, {*RecordFields.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
+        return self._without_record_fn_or({*RecordFields.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
 
 
 class PreferenceFields(RowsConfig):
@@ -186,24 +195,6 @@ class PreferenceFields(RowsConfig):
     )
     system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
 
-    @property
-    def names_tools(self) -> bool:
-        """Whether `tools_key` names a field other than the default, which rows must then have."""
-        return "tools_key" in self.changed()
-
     @model_validator(mode="after")
     def _keys_exclude_record_fn(self) -> PreferenceFields:
-        keys = {"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"}
-        return _reject_keys_with_record_fn(self, keys)
-
-
-ConfigT = TypeVar("ConfigT", bound=RowsConfig)
-
-
-def _reject_keys_with_record_fn(config: ConfigT, keys: set[str]) -> ConfigT:
-    unused = sorted(keys & config.changed())
-    if config.record_fn is not None and unused:
-        raise ValueError(
-            f"record_fn creates the records, so {', '.join(unused)} would have no effect: remove either record_fn or these keys"
-        )
-    return config
+        return self._without_record_fn_or({"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"})

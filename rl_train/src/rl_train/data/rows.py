@@ -1,7 +1,4 @@
-"""Rows of JSON Lines files, compressed or not, with line numbers.
-
-Strict JSON: rejects texts that a lenient parser would change.
-"""
+"""Rows of JSON Lines files, compressed or not, with line numbers. Rejects JSON that a lenient parser would change."""
 
 from __future__ import annotations
 

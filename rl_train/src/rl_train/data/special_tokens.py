@@ -1,10 +1,9 @@
-"""Keeps the text of messages text: contents never become control tokens, only what the chat template writes does.
+"""Control tokens: contents of messages never become control tokens, and one rule says which of them sampled text shows.
 
-A rendered conversation does not show which `<|im_end|>` the template wrote. If contents have the text of a control token, the
-conversation is therefore rendered with placeholders for it. A copy of the tokenizer has other names for its control tokens, and
-the template's are replaced by these names. Everything else, including white space around them, is encoded as always.
-
-The text of sampled tokens: one rule for the special tokens that rewards, tools, logs and clients see.
+Only what the chat template writes does. A rendered conversation does not show which `<|im_end|>` the template wrote. If
+contents have the text of a control token, the conversation is therefore rendered with placeholders for it. A copy of the
+tokenizer has other names for its control tokens, and the template's are replaced by these names. Everything else, including
+white space around them, is encoded as always.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts the unknown tokens of a dataset: a model cannot learn from text that its tokenizer does not cover."""
+"""Tokens from which a model cannot learn: unknown to its tokenizer, or without a row in its embedding."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ ROWS_READ = 256
 WARN_ABOVE = 0.01
 """Fraction of unknown tokens above which a run warns."""
 _LOGS = ("message_log", "message_log_chosen", "message_log_rejected")
-
-
 WITHOUT_ROWS = (
     "Use the model's own tokenizer, or give the model rows for them (`model.resize_token_embeddings(len(tokenizer))` of "
     "Transformers, then `save_pretrained`)."

@@ -1,8 +1,7 @@
-"""Prompt configs: YAML files with the messages of a prompt and its few-shot examples, in the format of NeMo-Skills.
+"""Finds, reads and checks prompt configs and lists of few-shot examples, packaged ones by name.
 
-Finds, reads and checks the files.
-
-Lists of few-shot examples: packaged ones by name, and files in YAML or JSON Lines.
+A prompt config is a YAML file with the messages of a prompt and its few-shot examples, in the format of NeMo-Skills. A list of
+examples is a file in YAML or JSON Lines.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from rl_train.files import locate
 from rl_train.yaml_reader import read_yaml
 
 PACKAGED = Path(__file__).parent / "prompt_configs"
+PACKAGED_EXAMPLES = Path(__file__).parent / "prompt_examples"
 EXAMPLES = "examples"
 """The placeholder of the user message that the few-shot examples replace."""
 BM25S = "pip install 'rl-train[prompts]'"
@@ -214,28 +214,23 @@ def _check_texts(prompt: PromptFile, written: Node, problems: Problems) -> None:
     if few_shot is not None:
         texts.append((template, few_shot.template))
     names: dict[KeyPath, list[str]] = {}
+
+    def report(path: KeyPath, message: str) -> None:
+        problems.add(message, location=written.nearest(path).location, path=path)
+
     for path, text in texts:
         try:
             names[path] = placeholders(text)
         except ValueError as error:
-            problems.add(
-                f"{error} (write {{{{ and }}}} for literal braces).", location=written.nearest(path).location, path=path
-            )
+            report(path, f"{error} (write {{{{ and }}}} for literal braces).")
     if "" in names.get(template, []):
-        problems.add(
-            "{} cannot be filled: write the name of a field.", location=written.nearest(template).location, path=template
-        )
+        report(template, "{} cannot be filled: write the name of a field.")
     uses_examples = EXAMPLES in names.get(("user",), [EXAMPLES])
     if EXAMPLES in names.get(("system",), []):
-        problems.add(
-            "{examples} can only be used in the user message.", location=written.nearest(("system",)).location, path=("system",)
-        )
+        report(("system",), "{examples} can only be used in the user message.")
     if few_shot is None and EXAMPLES in names.get(("user",), []):
-        problems.add(
-            "{examples} cannot be filled: add the section `few_shot_examples`. (A field of the rows must have another name.)",
-            location=written.nearest(("user",)).location,
-            path=("user",),
-        )
+        unfilled = "add the section `few_shot_examples`. (A field of the rows must have another name.)"
+        report(("user",), f"{{examples}} cannot be filled: {unfilled}")
     if few_shot is not None and few_shot.are_chosen and not uses_examples:
         problems.add(
             "the examples would have no effect: the user message does not contain {examples}.",
@@ -298,9 +293,6 @@ def check_fields(examples: Iterable[dict[str, Any]], needed: list[str]) -> None:
                     f"example {number}: the field {name!r} {found}.{did_you_mean(name, sorted(example))} Examples need a text "
                     "or a number for each field of the template"
                 )
-
-
-PACKAGED_EXAMPLES = Path(__file__).parent / "prompt_examples"
 
 
 def packaged_names(folder: Path) -> list[str]:

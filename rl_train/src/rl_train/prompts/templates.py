@@ -1,6 +1,6 @@
-"""Prompt templates, which turn the fields of a record into messages.
+"""Prompt templates, which turn the fields of a record into messages, with few-shot examples.
 
-Chooses the few-shot examples of a row: a fixed list, or the nearest rows of a file. Never the row itself.
+The examples of a row are a fixed list, or the nearest rows of a file; never the row itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Components: what their sections check, the capabilities that the config requires, and optional requirements.
-
-Sections that a command needs, and sections that it would ignore.
-"""
+"""Rules about components: sections that are needed or ignored, their own checks, capabilities and optional requirements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The policy and its companion models: heads, lengths and batches.
+"""Rules about the policy and its companion models: heads, lengths, batches, optimizers and learning-rate schedules.
 
-Optimizers and learning-rate schedules: names, arguments and ranges of values, which are checked without importing torch.
+Names and arguments of optimizers and schedules are checked without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The metric that ranks checkpoints is one that the run writes, at steps with a checkpoint."""
+"""Rules about the metric that ranks checkpoints: the run writes it, at steps with a checkpoint."""
 
 from __future__ import annotations
 

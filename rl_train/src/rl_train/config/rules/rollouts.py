@@ -1,8 +1,7 @@
-"""The engine: what it samples from, and how it receives the weights of the policy.
+"""Rules about rollouts.
 
-Environments, agents and their rollouts: turns, segments, tool calls and scored rows.
-
-What verifies that an engine computes with the weights it was sent: the digests of its tensors, and the canary.
+The engine: what it samples from, how it receives the weights of the policy, and what verifies that it computes with them (the
+digests of its tensors, and the canary). Environments and agents: turns, segments, tool calls and scored rows.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ A rule is a function with a docstring, which is its text in reports:
 
 It reads the sections of `config.run`. A section in which a key is invalid raises `UnavailableError` if a rule reads that key,
 so a rule never judges a default instead of what the user meant: the rule is then listed as not checked.
-
-Sections of a config with invalid keys, for rules about the other keys. Reading an invalid key raises an error.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Rules about keys as they were written, which are checked before the values are validated.
-
-Learning-rate schedules that are as long as their run. Schedules given by their path are not checked.
-
-Asynchronous rollouts: what `rollout.max_staleness` above 0 requires.
-
-Datasets: the records that the algorithm reads, their tasks, processors and prompts.
-
-The cluster and the machine: what one process supports, what can be profiled, and how many CPUs there are.
-"""
+"""Rules about a run as a whole: keys as they were written, schedules, staleness, datasets, profiling, processes and CPUs."""
 
 from __future__ import annotations
 
