@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
+from rl_train.data import processors
 from rl_train.data.dataloader import BatchedDataLoader, epoch_order
 
 SETTINGS = st.fixed_dictionaries(
@@ -134,3 +135,16 @@ def test_a_state_of_other_rows_is_rejected_if_both_fingerprints_are_known():
         other.load_state_dict(known.state_dict())
     for one, two in ((known, unknown), (unknown, known), (known, known)):
         two.load_state_dict(one.state_dict())
+
+
+def test_a_row_is_tokenized_once_while_its_tokens_are_kept(monkeypatch):
+    monkeypatch.setattr(processors, "_TOKENS_KEPT", 10)
+    tokenized = []
+
+    def process(record, *, idx):
+        tokenized.append(idx)
+        return {"message_log": [], "length": 4, "loss_multiplier": 1.0, "idx": idx}
+
+    rows = processors.TokenizedRows([{"messages": []}] * 4, process, tasks=processors.TaskChoice())
+    assert [rows[index]["idx"] for index in (0, 1, 0, 1, 2, 1, 0)] == [0, 1, 0, 1, 2, 1, 0]
+    assert tokenized == [0, 1, 2, 0]  # two rows of four tokens are kept

@@ -1,11 +1,4 @@
-"""Turns records into rows: tokenizes, truncates and masks.
-
-Tokenizes the records of a dataset on access.
-
-The tokenizer of a policy's section.
-
-Chooses the task of each record: the one that its dataset or the record names, or the only task of the run.
-"""
+"""Turns records into rows, on access: chooses their task, tokenizes, truncates and masks."""
 
 from __future__ import annotations
 
@@ -269,11 +262,13 @@ def _truncate(log: MessageLog, max_length: int) -> None:
 
 
 _FIELDS = ("messages", "prompt", "chosen", "rejected", "prefill", "tools")
+_TOKENS_KEPT = 1 << 22
+"""Most tokens of rows that are kept, at 12 bytes each, so that a row that is checked before a run is tokenized once."""
 _log = logging.getLogger("rlcore")
 
 
 class TokenizedRows(Sequence[Any]):
-    """A dataset whose records are tokenized on access.
+    """A dataset whose records are tokenized on access. Recent rows are kept, so they must not be changed.
 
     Args:
         records: map-style dataset of records.
@@ -288,11 +283,20 @@ class TokenizedRows(Sequence[Any]):
         self._process, self._is_end_checked = process, False
         self._tasks = tasks
         self._name = name
+        self._kept, self._tokens_kept = dict[int, Any](), 0
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: Any) -> Any:
+        if (row := self._kept.get(int(index))) is None:
+            row = self._kept[int(index)] = self._tokenized(index)
+            self._tokens_kept += _length(row)
+            while self._tokens_kept > _TOKENS_KEPT:
+                self._tokens_kept -= _length(self._kept.pop(next(iter(self._kept))))
+        return row
+
+    def _tokenized(self, index: Any) -> Any:
         try:
             record = dict(record_of(self.records, index, name=self._name))
             task = self._tasks.of_record(record.get("task_name"))
@@ -342,6 +346,10 @@ class TokenizedRows(Sequence[Any]):
             )
 
 
+def _length(row: Mapping[str, Any]) -> int:
+    return sum(row.get(key, 0) for key in ("length", "length_chosen", "length_rejected"))
+
+
 def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     """The tokenizer of a policy's section, with its chat template and template variables.
 
@@ -356,7 +364,7 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
 
 
 def with_text_settings(tokenizer: Any, policy: PolicyConfig) -> Any:
-    """The tokenizer with the attributes that `rl_train.data.special_tokens` and `guarded_text` read; they are never saved."""
+    """The tokenizer with the attributes that `rl_train.data.special_tokens` reads; they are never saved."""
     tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens
     tokenizer.parse_control_tokens = policy.tokenizer.parse_control_tokens
     return tokenizer
@@ -368,7 +376,7 @@ _UNNAMED = (None, "default")
 
 @dataclass(frozen=True, kw_only=True)
 class TaskChoice:
-    """The task of each record of a dataset.
+    """The task of each record of a dataset: the one that the dataset or the record names, or the only task of the run.
 
     Attributes:
         fixed: task of all records; None if each record has its own.
