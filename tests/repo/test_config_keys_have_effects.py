@@ -47,7 +47,7 @@ BY_EACH = {
 """Keys of the base sections that each backend must apply itself; `dtype_name` is the value of `precision`."""
 
 EXEMPT = {
-    "AlgorithmPathConfig.train": "`choose_algorithm` reads it before the section is validated",
+    "AlgorithmPathConfig.train": "`resolve_sections` reads it before the section is validated",
     "AlgorithmPathConfig.config": "likewise",
     "DataConfig.train_data_path": "`expand_aliases` replaces it by `data.train` before the section is validated",
     "DataConfig.val_data_path": "likewise, by `data.validation`",

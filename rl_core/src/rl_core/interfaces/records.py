@@ -137,7 +137,7 @@ class Record(TypedDict):
 
     Attributes:
         messages: The conversation: {role, content} each, with `tool_calls` in messages that call tools.
-        tools: Function definitions that are offered to the model, as returned by `tool_calls.read_tools`.
+        tools: Function definitions that are offered to the model, as returned by `rl_train.data.conversations.read_tools`.
         extra_env_info: Passed to the environment as metadata.
         task_name: Environment that answers and scores the rollout.
         stop_strings: Strings that end a completion.

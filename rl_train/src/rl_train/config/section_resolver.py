@@ -1,4 +1,4 @@
-"""Finds the model of each section: a built-in model, or the model of the component that the section names.
+"""Finds the algorithm of a config, and the model of each section: a built-in one, or that of the component that it names.
 
 Values are not validated here. Components are looked up in the registry, and names that are unknown, not installed or broken are
 reported at their lines.
@@ -6,19 +6,20 @@ reported at their lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from rl_core.config.diagnostics import KeyPath, Node, Problems, show
+from rl_core.config.diagnostics import KeyPath, Node, Problems, dotted, show
 from rl_core.config.introspection import Model
 from rl_core.config.schema import ClusterConfig
-from rl_core.errors import PluginError
+from rl_core.errors import PluginError, UnknownComponentError
 from rl_core.plugins.component import Component, Kind, is_path, nearest
 from rl_core.plugins.registry import Registry
 from rl_train.config import schema
-from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm, report_unknown_section
+from rl_train.config.algorithm import AlgorithmPathConfig
+from rl_train.config.foreign_names import INSTEAD, MEANINGS
 from rl_train.config.schema import BASES, model_at, section_of
 from rl_train.config.slots import ANY, SLOTS, ConfigLayout, SectionSchema, Slot
 
@@ -35,6 +36,7 @@ BUILT_IN: dict[str, Model] = {
 
 SECTIONS = tuple(name for name in schema.RunConfig.model_fields if name != "algorithm_name")
 """Sections that every config may have in addition to its algorithm's."""
+_PATHS = tuple(AlgorithmPathConfig.model_fields)
 
 
 def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> ConfigLayout:
@@ -55,8 +57,7 @@ def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Regi
                 resolver.resolve_slot(slot)
     layout = ConfigLayout(sections=resolver.sections, algorithm=algorithm)
     for name in resolver.unknown:
-        keys = layout.ending_in(name)
-        report_unknown_section(name, keys, sections=SECTIONS, written=written, registry=registry, problems=problems)
+        resolver.report_unknown_section(name, layout.ending_in(name))
     return layout
 
 
@@ -75,14 +76,7 @@ class _SectionResolver:
     def resolve_algorithm(self) -> str | None:
         """The section of the algorithm, whose name is returned; it implies values of other sections."""
         self.resolve_built_in("algorithm")
-        component = choose_algorithm(
-            self._values,
-            sections=SECTIONS,
-            written=self._written,
-            registry=self._registry,
-            problems=self._problems,
-            unknown=self.unknown,
-        )
+        component = self._algorithm()
         if component is None:
             return None
         path = (component.name,)
@@ -92,6 +86,101 @@ class _SectionResolver:
         if model is not None and issubclass(model, schema.AlgorithmConfig):
             self._implied_by_algorithm = {("loss_fn",): {"name": model.default_loss}, ("policy",): {"head": model.head}}
         return component.name
+
+    def _algorithm(self) -> Component | None:
+        """The algorithm of the only non-standard section; additional ones are reported."""
+        names = [name for name in self._values if name not in SECTIONS]
+        if self._values.get("algorithm") is not None:
+            return self._algorithm_by_path(names, self._values["algorithm"])
+        found = [component for name in names if (component := self._algorithm_by_section(name)) is not None]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            all_found = " and ".join(component.name for component in found)
+            self._report(
+                f"A config must have exactly one algorithm section, but this one has {all_found}: remove all but one.",
+                (found[-1].name,),
+            )
+        elif not names:
+            known = ", ".join(f"{name}:" for name in self._registry.names(Kind.ALGORITHM))
+            self._report(
+                f"The config has no algorithm section: add one of {known} (it may be empty), or layer it over a packaged "
+                "config: `--config grpo.yaml` or `--config sft.yaml`.",
+                (),
+                at_value=True,
+            )
+        return None
+
+    def _algorithm_by_section(self, name: str) -> Component | None:
+        if is_path(name):
+            is_nested = name.partition(".")[0] in SECTIONS
+            hint = " Dotted keys only work in overrides: in a file, nest the keys." if is_nested else ""
+            hint = hint or " To use an algorithm by its path, set `algorithm: {train: ..., config: ...}`."
+            self._report(f"There is no section {name!r}.{hint}", (name,))
+            return None
+        try:
+            return self._registry.find(Kind.ALGORITHM, name)
+        except UnknownComponentError:
+            self.unknown.append(name)
+        except PluginError as error:
+            self._report(str(error), (name,))
+        return None
+
+    def _algorithm_by_path(self, names: list[str], paths: Any) -> Component | None:
+        """A component for the only non-standard section, with the function and the model that `algorithm` names."""
+        if len(names) != 1:
+            others = f"has {' and '.join(names)}: remove all but one" if names else "has none: add one (it may be empty)"
+            asked = "requires a section with its settings, under a name of your choice"
+            self._report(f"{asked}, but this config {others}.", ("algorithm",))
+            return None
+        [name] = names
+        if name in self._registry.names(Kind.ALGORITHM):
+            location = self._written.nearest(("algorithm",)).key_location
+            self._report(
+                f"is the name of an algorithm from a plugin, but {location} sets another algorithm by its path: rename the "
+                "section, or remove `algorithm`.",
+                (name,),
+            )
+            return None
+        if not isinstance(paths, Mapping) or not all(isinstance(paths.get(key), str) for key in _PATHS):
+            return None  # reported when the section is validated
+        targets = []
+        for key in _PATHS:
+            try:
+                if not is_path(paths[key]):
+                    raise UnknownComponentError(f"must be a dotted path, package.module.name; found {paths[key]!r}.")
+                targets.append(self._registry.find(Kind.ALGORITHM, paths[key]).target)
+            except PluginError as error:
+                self._report(str(error), ("algorithm", key), at_value=True)
+        if len(targets) < len(_PATHS):
+            return None
+        try:
+            return Component(name, target=targets[0], config=targets[1], summary="given by its path")
+        except PluginError as error:
+            self._report(str(error), (name,))
+            return None
+
+    def report_unknown_section(self, name: str, keys: Sequence[KeyPath]) -> None:
+        """Report a section that does not exist; `keys` are those of other sections with this name or this meaning."""
+        algorithms = self._registry.names(Kind.ALGORITHM)
+        not_installed = [known.name for known in self._registry.not_installed() if known.kind is Kind.ALGORITHM]
+        known = [*SECTIONS, *algorithms, *not_installed]
+        meant = None if name in {**MEANINGS, **INSTEAD} else nearest(name, known, cutoff=0.7)
+        suggested = [(meant,)] if meant else keys[:2]
+        self._problems.misspelled.update(path for path in suggested if self._written.at(path) is None)
+        if meant:
+            hint = f"Did you mean {meant!r}?"
+        elif keys:
+            hint = f"Did you mean the key {' or '.join(map(dotted, suggested))}?"
+        elif name in INSTEAD:
+            hint = INSTEAD[name]
+        else:
+            hint = f"Sections: {', '.join([*algorithms, *SECTIONS])}."
+        self._report(f"There is no section {name!r}. {hint}", (name,))
+
+    def _report(self, message: str, path: KeyPath, *, at_value: bool = False) -> None:
+        written = self._written.nearest(path)
+        self._problems.add(message, location=written.location if at_value else written.key_location, path=path)
 
     def resolve_built_in(self, name: str) -> None:
         """A section of the runtime. `algorithm` has required keys, so it is only created if the config has it."""
@@ -165,21 +254,18 @@ class _SectionResolver:
 
     def _find(self, slot: Slot, path: KeyPath, key: str | None, name: Any) -> Component | None:
         """The component with a name, which a key of the section sets, or else the section's own key or another of its keys."""
-        where = path if key is None else (*path, key)
         # An implied name has no location, so problems are reported at the section.
-        written = self._written.nearest(where)
-        location = written.key_location if key is None else written.location
+        where, at_value = (path, False) if key is None else ((*path, key), True)
         if not isinstance(name, str):
-            self._problems.mark_invalid(
-                f"must be the name of a {slot.kind.label}; found {show(name)}.", location=location, path=where
-            )
+            self._report(f"must be the name of a {slot.kind.label}; found {show(name)}.", where, at_value=at_value)
+            self._problems.poisoned.add(where)
             return None
         if key is not None and key == slot.path_selector and not is_path(name):
-            self._problems.add(
+            self._report(
                 f"must be the dotted path of a class, package.module.Class; found {name!r}. For a registered "
                 f"{slot.kind.label}, use `{slot.selector}`.",
-                location=location,
-                path=where,
+                where,
+                at_value=True,
             )
             return None
         try:
@@ -192,14 +278,14 @@ class _SectionResolver:
                 hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment, or `reward_fn:`.)"
                 keys = {written: nearest(str(written), slot.selected_by, cutoff=0.7) for written in self._values_at(path) or {}}
                 hint += "".join(f" Did you mean {meant!r} instead of {written!r}?" for written, meant in keys.items() if meant)
-            self._problems.add(f"{error}{hint}", location=location, path=where)
+            self._report(f"{error}{hint}", where, at_value=at_value)
             return None
 
     def _add(self, path: KeyPath, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
         try:
             model = section_of(component, kind)
         except PluginError as error:
-            self._problems.add(str(error), location=self._written.nearest(path).key_location, path=path)
+            self._report(str(error), path)
             return
         self.sections[path] = SectionSchema(path=path, model=model, component=component, kind=kind, implied=implied or {})
 
