@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError
-from rl_train.data.dataset_config import JsonlDatasetConfig, OnTooLong
+from rl_train.data.dataset_config import JsonlDatasetConfig
 from rl_train.data.datasets import RecordDataset
 from rl_train.data.processors import conversation_datum, prompt_datum
+from rl_train.data.row_sections import OnTooLong
 from rl_train.prompts.prompt_files import packaged_prompts
 from rl_train.prompts.templates import PromptTemplate, load_prompt
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.dataset_config import OnTooLong, PreferenceDatasetConfig
+from rl_train.data.dataset_config import PreferenceDatasetConfig
 from rl_train.data.preferences import PreferenceDataset, pairs_from_row
 from rl_train.data.processors import preference_datum
+from rl_train.data.row_sections import OnTooLong
 from rl_train.rollouts.batches import PreferenceBatches
 
 

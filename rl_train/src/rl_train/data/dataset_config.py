@@ -23,7 +23,6 @@ from rl_train.data.row_sections import (
     RecordFields,
     RowsConfig,
 )
-from rl_train.data.row_sections import OnTooLong as OnTooLong
 from rl_train.data.rows import csv_problem, first_line, parsed
 from rl_train.prompts.prompt_files import prompt_problem
 

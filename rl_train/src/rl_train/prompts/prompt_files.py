@@ -229,8 +229,8 @@ def _check_texts(prompt: PromptFile, written: Node, problems: Problems) -> None:
     if EXAMPLES in names.get(("system",), []):
         report(("system",), "{examples} can only be used in the user message.")
     if few_shot is None and EXAMPLES in names.get(("user",), []):
-        unfilled = "add the section `few_shot_examples`. (A field of the rows must have another name.)"
-        report(("user",), f"{{examples}} cannot be filled: {unfilled}")
+        remedy = "add the section `few_shot_examples`. (A field of the rows must have another name.)"
+        report(("user",), f"{{examples}} cannot be filled: {remedy}")
     if few_shot is not None and few_shot.are_chosen and not uses_examples:
         problems.add(
             "the examples would have no effect: the user message does not contain {examples}.",

@@ -275,13 +275,11 @@ def partial_section(
     is_open = model.model_config.get("extra") == "allow"
     given = {key: value for key, value in values.items() if key not in unknown and (is_open or key in model.model_fields)}
     unavailable = {*unknown, *(() if is_component else _names_of(model))}
-    if not unavailable and not any(map(_holds_sections, given.values())):
+    unchecked = [key for key, value in given.items() if _holds_sections(value)]
+    if not unavailable and not unchecked:
         return model.model_validate(given)
-    partial = _partial_model(
-        model, path, unavailable, unchecked=[key for key, value in given.items() if _holds_sections(value)]
-    )
     try:
-        return partial.model_validate(given)
+        return _partial_model(model, path, unavailable, unchecked=unchecked).model_validate(given)
     except Exception:  # the validation of the section reported it; a validator of a plugin's model may raise anything
         return unavailable_section(model, path)
 
