@@ -30,7 +30,8 @@ from rl_core.weights.fingerprint import tensor_digest
 from rl_core.weights.manifest import manifest_of
 from rl_core.weights.receiver import WeightSink
 from rl_core.weights.source import WeightSource
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import ByReferenceTransport, CollectiveTransport, SharedMemoryTransport
 
@@ -202,15 +203,8 @@ class WorkerProxy:
 
 def measure(policy: WorkerProxy, engine: WorkerProxy, transport: type, rounds: int) -> dict[str, float]:
     """Median seconds of each item; a memcpy before each refit."""
-    name = transport.name  # type: ignore[attr-defined]
-    sync = WeightSynchronizer(
-        policy,  # type: ignore[arg-type]
-        engine,  # type: ignore[arg-type]
-        transports=[transport],
-        policy_capabilities=[name],
-        generation_capabilities=[name],
-        buffer_bytes=512 * 2**20,
-    )
+    sender = WeightSender(policy, transport, buffer_bytes=512 * 2**20)  # type: ignore[arg-type]
+    sync = WeightSynchronizer(policy, engine, sender)  # type: ignore[arg-type]
     collected: list[dict[str, float]] = []
     for number in range(rounds + 1):
         policy.step()
@@ -257,13 +251,8 @@ def spread(seconds: list[float]) -> str:
 
 def compare_segments(policy: WorkerProxy, engine: WorkerProxy, rounds: int) -> list[str]:
     """Shared memory that both sides keep mapped, against segments of one refit that are mapped for each bucket."""
-    sync = WeightSynchronizer(
-        policy,  # type: ignore[arg-type]
-        engine,  # type: ignore[arg-type]
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-    )
+    sender = WeightSender(policy, SharedMemoryTransport)  # type: ignore[arg-type]
+    sync = WeightSynchronizer(policy, engine, sender)  # type: ignore[arg-type]
 
     sides = []
     for name, keeps in (("allocated in each refit", False), ("kept", True)):
@@ -302,16 +291,17 @@ def compare_in_one_process(rounds: int, precision: str) -> list[str]:
         engine = HuggingFaceGeneration(folder, precision=precision, max_new_tokens=64)
         policy.wait_ready(), engine.wait_ready()
 
-    def synchronizer(transport: type, **checks: Any) -> WeightSynchronizer:
-        by = ["by_reference"]
-        return WeightSynchronizer(
-            policy, engine, transports=[transport], policy_capabilities=by, generation_capabilities=by, **checks
-        )
+    def synchronizer(transport: type, canary: RefitCanary | None = None, **checks: Any) -> WeightSynchronizer:
+        return WeightSynchronizer(policy, engine, WeightSender(policy, transport, **checks), canary=canary)
 
     exact = precision == "float32"
-    canary = make_canary(range(100, 40_000), num_receivers=1, max_length=256, exact=exact, tolerance=10.0)
+    rows = make_canary(range(100, 40_000), num_receivers=1, max_length=256, exact=exact, tolerance=10.0)
+    canary = RefitCanary(lambda: rows)
     sides = [
-        Side("fingerprints and canary", synchronizer(ComparedByReference, canary=lambda: canary, digests_are_held=False).sync),
+        Side(
+            "fingerprints and canary",
+            synchronizer(ComparedByReference, canary=canary, digests_are_held=False).sync,
+        ),
         Side("fingerprints", synchronizer(ComparedByReference).sync),
         Side("addresses", synchronizer(ByReferenceTransport).sync),
     ]

@@ -27,7 +27,8 @@ import refit
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -213,11 +214,8 @@ def measure(options: argparse.Namespace, policy: Any, engine: Any) -> dict[str, 
     sync = WeightSynchronizer(
         policy,
         engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-        canary=lambda: make_canary(range(100, 40_000), num_receivers=1, max_length=LENGTH, exact=exact),
-        digests_are_held=False,
+        WeightSender(policy, SharedMemoryTransport, digests_are_held=False),
+        canary=RefitCanary(lambda: make_canary(range(100, 40_000), num_receivers=1, max_length=LENGTH, exact=exact)),
     )
     collected: list[dict[str, float]] = []
     for number in range(options.rounds + 1):

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import NLLLossFn
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import ByReferenceTransport, SharedMemoryTransport
 
@@ -36,15 +37,7 @@ def test_the_engine_samples_with_the_experts_of_the_policy(kind, transport, tmp_
     policy = HuggingFacePolicy(str(tmp_path), optimizer={"kwargs": {"lr": 1e-2}})
     engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=6)
     # Less than the experts of a layer: a tensor that holds them arrives in pieces.
-    speaks = (transport.name,)
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[transport],
-        policy_capabilities=speaks,
-        generation_capabilities=speaks,
-        buffer_bytes=2048,
-    )
+    sync = WeightSynchronizer(policy, engine, WeightSender(policy, transport, buffer_bytes=2048))
     before = policy.weight_fingerprint()
     ids = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
     rows = BatchedDataDict(input_ids=ids, input_lengths=torch.full((4,), 12))

@@ -175,8 +175,8 @@ def test_packed_weights_are_freed_after_generation(engine):
 @pytest.fixture
 def refitted(folder, tmp_path):
     """A policy, an engine with other weights, and the synchronizer of both."""
-    from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
+    from rl_train.weight_sync.sender import WeightSender
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
     from rl_train.weight_sync.transports import ByReferenceTransport
 
@@ -188,13 +188,7 @@ def refitted(folder, tmp_path):
     other.save_pretrained(tmp_path)
     policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
     engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=LIMIT, temperature=TEMPERATURE)
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[ByReferenceTransport],
-        policy_capabilities=rlcore_policies()[0].capabilities,
-        generation_capabilities=rlcore_generations()[0].capabilities,
-    )
+    sync = WeightSynchronizer(policy, engine, WeightSender(policy, ByReferenceTransport))
     yield policy, engine, sync
     engine.shutdown()
     policy.shutdown()
@@ -239,14 +233,14 @@ def test_rows_in_progress_at_a_refit_keep_their_tokens_and_continue_with_the_new
 def test_each_token_of_a_row_that_spans_three_refits_has_the_version_whose_weights_score_it(folder, tmp_path):
     from rl_backends_hf import HuggingFacePolicy
     from rl_train.algorithms.losses import NLLLossFn
+    from rl_train.weight_sync.sender import WeightSender
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
     from rl_train.weight_sync.transports import SharedMemoryTransport
 
     policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
     engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE)
     engine.group.worker._rows._loop._end_ids = frozenset()  # a row that ends early would not span three refits
-    supported = {"policy_capabilities": ["shared_memory"], "generation_capabilities": ["shared_memory"]}
-    sync = WeightSynchronizer(policy, engine, transports=[SharedMemoryTransport], **supported)
+    sync = WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport))
     noise, folders = torch.Generator().manual_seed(0), {}
 
     def change():

@@ -59,9 +59,9 @@ def test_the_argument_torch_dtype_sets_the_precision_of_the_engine(model_folder)
 
 
 def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights(model_folder, tmp_path):
-    from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
     from rl_train.algorithms.losses import NLLLossFn
+    from rl_train.weight_sync.sender import WeightSender
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
     from rl_train.weight_sync.transports import ByReferenceTransport
 
@@ -72,13 +72,7 @@ def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights
     policy = HuggingFacePolicy(model_folder("llama-tied"), generation={"temperature": 0.7, "backend": "hf"})
     engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=20, temperature=0.7)
     batch = batch_of([5, 6, 7], [9], [5, 6, 7])
-    synchronizer = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[ByReferenceTransport],
-        policy_capabilities=rlcore_policies()[0].capabilities,
-        generation_capabilities=rlcore_generations()[0].capabilities,
-    )
+    synchronizer = WeightSynchronizer(policy, engine, WeightSender(policy, ByReferenceTransport))
     synchronizer.sync()
     output = engine.generate(batch)
     assert output["weight_version"].tolist() == [0, 0, 0]

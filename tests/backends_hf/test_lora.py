@@ -23,7 +23,8 @@ from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import GRPOTrainer, NLLLossFn, SFTTrainer
 from rl_train.config.loader import load_config
 from rl_train.launch import train as launch
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import ByReferenceTransport, SharedMemoryTransport
 
@@ -370,15 +371,11 @@ def test_an_engine_samples_with_merged_weights_only(peft, parts, model_folder, t
     folder = model_folder("qwen2")
     policy = HuggingFacePolicy(folder, lora={"rank": 4}, optimizer=ADAM, max_total_sequence_length=64)
     engine = HuggingFaceGeneration(folder, max_new_tokens=8)
-    speaks = (transport.name,)
     sync = WeightSynchronizer(
         policy,
         engine,
-        transports=[transport],
-        policy_capabilities=speaks,
-        generation_capabilities=speaks,
-        canary=lambda: make_canary(range(3, 160), num_receivers=1, max_length=64, exact=True),
-        digests_are_held=False,
+        WeightSender(policy, transport, digests_are_held=False),
+        canary=RefitCanary(lambda: make_canary(range(3, 160), num_receivers=1, max_length=64, exact=True)),
     )
     worker = policy.group.worker
     base = base_of(worker)
@@ -424,13 +421,9 @@ def test_vllm_samples_with_merged_weights(peft, parts, tmp_path):
     sync = WeightSynchronizer(
         policy,
         engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=("shared_memory",),
-        generation_capabilities=("shared_memory",),
         # Buckets smaller than a layer: what vLLM fuses arrives in pieces.
-        buffer_bytes=64 * 1024,
-        canary=lambda: make_canary(range(3, 160), num_receivers=1, max_length=48, exact=True),
-        digests_are_held=False,
+        WeightSender(policy, SharedMemoryTransport, buffer_bytes=64 * 1024, digests_are_held=False),
+        canary=RefitCanary(lambda: make_canary(range(3, 160), num_receivers=1, max_length=48, exact=True)),
     )
     rows = parts.make_rows(6)
     prompts = type(rows)(input_ids=rows["input_ids"], input_lengths=rows["input_lengths"], sample_seeds=torch.arange(6))

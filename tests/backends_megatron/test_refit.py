@@ -7,7 +7,8 @@ import transformers
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import NLLLossFn
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -84,12 +85,9 @@ def sync(policy, engine):
     synchronizer = WeightSynchronizer(
         policy,
         engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=("shared_memory",),
-        generation_capabilities=("shared_memory",),
         # Less than the experts of a layer: they arrive in several buckets.
-        buffer_bytes=64 * 1024,
-        canary=lambda: make_canary(range(3, SIZES["vocab_size"]), num_receivers=1, max_length=LENGTH, exact=True),
+        WeightSender(policy, SharedMemoryTransport, buffer_bytes=64 * 1024),
+        canary=RefitCanary(lambda: make_canary(range(3, SIZES["vocab_size"]), num_receivers=1, max_length=LENGTH, exact=True)),
     )
     try:
         return synchronizer.sync()

@@ -19,7 +19,8 @@ from rl_core.http import HttpError
 from rl_core.rendezvous.interfaces import free_port
 from rl_serve.weights_api import EXTENSION, UpdateOptions, vllm_command
 from rl_train.launch.train import train
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import DiskTransport
 
@@ -86,12 +87,8 @@ def syncing(server, **keys):
                 WeightSynchronizer(
                     policy,
                     engine,
-                    transports=[DiskTransport],
-                    policy_capabilities=["disk"],
-                    generation_capabilities=["disk"],
-                    folder=folder,
-                    digests_are_held=False,
-                    canary=lambda: make_canary(range(4, 16), num_receivers=1, max_length=32, exact=True),
+                    WeightSender(policy, DiskTransport, folder=folder, digests_are_held=False),
+                    canary=RefitCanary(lambda: make_canary(range(4, 16), num_receivers=1, max_length=32, exact=True)),
                 ),
             )
     finally:

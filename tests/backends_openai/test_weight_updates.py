@@ -36,6 +36,7 @@ from rl_serve.serving import create_proxy_app
 from rl_serve.settings import BackendSection
 from rl_serve.weights_api import PATHS
 from rl_train.launch.train import train
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import DiskTransport
 
@@ -48,15 +49,7 @@ def policy():
 
 
 def synchronizer(policy, engine, folder):
-    return WeightSynchronizer(
-        policy,
-        engine,
-        transports=[DiskTransport],
-        policy_capabilities=["disk"],
-        generation_capabilities=["disk"],
-        buffer_bytes=2**21,
-        folder=folder,
-    )
+    return WeightSynchronizer(policy, engine, WeightSender(policy, DiskTransport, buffer_bytes=2**21, folder=folder))
 
 
 def connect(url, folder, **keys):

@@ -19,6 +19,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmGeneration, async_engine
 from rl_backends_vllm.async_engine import AsyncEngine
 from rl_core.errors import EngineDiedError, WorkerDiedError
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -99,13 +100,7 @@ def test_rows_of_an_engine_core_that_exits_are_sampled_again_by_its_replacement(
 
 def test_a_refit_continues_with_a_new_engine_core_if_the_old_one_exits(engine, readable):
     policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=readable))
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-    )
+    sync = WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport))
     try:
         sync.sync()
         restarts = engine.restarts

@@ -32,6 +32,7 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import Deadlines
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -112,13 +113,7 @@ def trained(readable, tmp_path_factory):
 
 
 def synchronizer(policy, engine):
-    return WeightSynchronizer(
-        policy,
-        engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-    )
+    return WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport))
 
 
 async def collected(engine, batch, greedy=False):

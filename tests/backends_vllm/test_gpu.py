@@ -15,7 +15,8 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import OptimizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WorkerError
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -91,12 +92,10 @@ def running(path, own, *, gpus=1, greedy=False):
         sync = WeightSynchronizer(
             policy,
             engine,
-            transports=[SharedMemoryTransport],
-            policy_capabilities=["shared_memory"],
-            generation_capabilities=["shared_memory"],
-            wait=wait_together,
-            canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=1, max_length=LENGTH, exact=False, greedy=greedy),
-            digests_are_held=False,
+            WeightSender(policy, SharedMemoryTransport, wait=wait_together, digests_are_held=False),
+            canary=RefitCanary(
+                lambda: make_canary(range(3, VOCABULARY), num_receivers=1, max_length=LENGTH, exact=False, greedy=greedy)
+            ),
         )
         try:
             yield engine, policy, sync
@@ -182,13 +181,7 @@ def test_an_engine_in_this_process_takes_weights_of_a_policy_in_this_process(pat
         config=HFPolicyConfig(model_name=path, precision="bfloat16", max_total_sequence_length=LENGTH, generation=own)
     )
     engine = VllmGeneration(config=own)
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-    )
+    sync = WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport))
     try:
         assert policy.facts["device"].startswith("cuda")
         assert sync.sync()["refit/moved"] == 1.0

@@ -14,13 +14,13 @@ from rl_backends_vllm import VllmConfig, VllmGeneration, refit
 from rl_backends_vllm.refit import VllmWeightReceiver
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WeightSyncError
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SPEAKS = ("shared_memory", "disk")
 REFITS = dict.fromkeys(FAMILIES, 10) | {"qwen3-moe": 6, "mixtral": 6}
 EVERY = "RLCORE_FRESH_ENGINE_AFTER_EVERY_REFIT"
 """With this variable set, a fresh engine is started after every refit: about two minutes a family."""
@@ -52,13 +52,9 @@ def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024, transpo
     return WeightSynchronizer(
         policy,
         engine,
-        transports=[transport],
-        policy_capabilities=SPEAKS,
-        generation_capabilities=SPEAKS,
         # Buckets smaller than a layer: fused tensors arrive in pieces, and their memory is reused in between.
-        buffer_bytes=buffer_bytes,
-        canary=make if canary else None,
-        digests_are_held=False,
+        WeightSender(policy, transport, buffer_bytes=buffer_bytes, digests_are_held=False),
+        canary=RefitCanary(make) if canary else None,
     )
 
 

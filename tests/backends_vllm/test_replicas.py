@@ -21,7 +21,8 @@ from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WorkerError
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
@@ -66,15 +67,18 @@ def synchronizer(policy, engine, cluster, name="shared_memory"):
     return WeightSynchronizer(
         policy,
         engine,
-        transports=[TRANSPORTS[name]],
-        policy_capabilities=[name],
-        generation_capabilities=[name],
-        buffer_bytes=64 * 1024,
-        num_receivers=engine.num_workers,
-        wait=wait_together,
-        rendezvous=cluster.get_master_address_and_port,
-        canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=engine.num_workers, max_length=LENGTH, exact=True),
-        digests_are_held=False,
+        WeightSender(
+            policy,
+            TRANSPORTS[name],
+            buffer_bytes=64 * 1024,
+            num_receivers=engine.num_workers,
+            wait=wait_together,
+            rendezvous=cluster.get_master_address_and_port,
+            digests_are_held=False,
+        ),
+        canary=RefitCanary(
+            lambda: make_canary(range(3, VOCABULARY), num_receivers=engine.num_workers, max_length=LENGTH, exact=True)
+        ),
     )
 
 

@@ -31,9 +31,10 @@ TRAPPED = textwrap.dedent(
         from rl_core.dispatch.policy import DistributedPolicy
         from rl_train.checkpoints import store
         from rl_train.rollouts.evaluation import Evaluation
+        from rl_train.weight_sync.sender import WeightSender
         from rl_train.weight_sync.synchronizer import WeightSynchronizer
         trap(DistributedPolicy, "train", "train", after=True)  # weights have changed, and rollouts are in progress
-        trap(WeightSynchronizer, "_prove_fingerprint", "refit")
+        trap(WeightSender, "_check_fingerprints", "refit")
         trap(WeightSynchronizer, "sync", "rollout", after=True)  # the step waits for its rollouts next
         trap(Evaluation, "play", "validation")
         trap(store, "write_manifest", "checkpoint")

@@ -57,10 +57,11 @@ TRAP = textwrap.dedent(
     if "rl_train.launch.train" in sys.modules:  # the driver
         from rl_core.dispatch.policy import DistributedPolicy
         from rl_train.checkpoints import store
+        from rl_train.weight_sync.sender import WeightSender
         from rl_train.weight_sync.synchronizer import WeightSynchronizer
         trap(DistributedPolicy, "train", "train", after=True)  # weights have changed, nothing is logged
         trap(WeightSynchronizer, "sync", "sync")  # before a refit; in this process, the engine has the policy's own tensors
-        trap(WeightSynchronizer, "_prove_fingerprint", "refit")  # the engine has new weights, and its version is not set
+        trap(WeightSender, "_check_fingerprints", "refit")  # the engine has new weights, and its version is not set
         trap(store, "write_manifest", "checkpoint")  # all other files are there, under the incomplete name
     """
 )

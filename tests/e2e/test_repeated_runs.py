@@ -8,8 +8,7 @@ import pytest
 from e2e_runs import TINY, merged
 from safetensors.torch import load_file
 
-from rl_train.assembly import run_assembly
-from rl_train.assembly.workers import Builder
+from rl_train.assembly import run_assembly, workers
 from rl_train.launch.train import train
 from rl_train.metrics.jsonl import read_jsonl
 from rl_train.rollouts.source import RolloutSource
@@ -58,17 +57,15 @@ def started(monkeypatch):
     """Names of the components of rollouts that runs have started."""
     names = []
 
-    def count(name):
-        start = getattr(Builder, name)
-
-        def counted(self):
+    def count(owner, start, name):
+        def counted(*arguments):
             names.append(name)
-            return start(self)
+            return start(*arguments)
 
-        monkeypatch.setattr(Builder, name, counted)
+        monkeypatch.setattr(owner, start.__name__, counted)
 
-    count("generation")
-    count("environments")
+    count(workers.Builder, workers.Builder.generation, "generation")
+    count(workers, workers.make_environments, "environments")
     return names
 
 

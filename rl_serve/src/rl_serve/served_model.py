@@ -167,7 +167,8 @@ def _of_model(
 def _of_run(
     path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
 ) -> ServedModel:
-    from rl_train.assembly.workers import Builder  # imports Ray, which a model does not need
+    from rl_train.assembly.weights import make_weights  # imports Ray, which a model does not need
+    from rl_train.assembly.workers import Builder
 
     given = find_weights(path, best=best)
     folder = given.run_folder if given.run_folder is not None else path
@@ -186,7 +187,7 @@ def _of_run(
     policy, generation = builder.policy_and_engine()
     policy.load_checkpoint(given.weights)
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.
-    builder.weights(policy, generation, tokenizer).sync()
+    make_weights(builder, policy, generation, tokenizer).sync()
     component = registry.find("generation", section.backend)
     return _served(label, generation, section, tokenizer, component, tasks=run.env, prompts=run.data.training_prompts())
 

@@ -30,7 +30,8 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.replica_rows import newest_version
 from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
-from rl_train.weight_sync.canary import make_canary
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -103,16 +104,12 @@ class IdleOwner(WeightOwner):
         return None
 
 
-def synchronizer(policy, engine, **options):
+def synchronizer(policy, engine, canary=None):
     return WeightSynchronizer(
         policy,
         engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-        num_receivers=engine.num_workers,
-        wait=wait_together,
-        **options,
+        WeightSender(policy, SharedMemoryTransport, num_receivers=engine.num_workers, wait=wait_together),
+        canary=canary,
     )
 
 
@@ -234,7 +231,7 @@ def test_a_refit_that_sends_nothing_is_rejected(monkeypatch, tmp_path):
 def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path):
     one = engine(replicas=1)
     canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)
-    sync = synchronizer(policy, one, canary=lambda: canary)
+    sync = synchronizer(policy, one, canary=RefitCanary(lambda: canary))
     condemn(tmp_path, "generate", 0)
     assert sync.sync()["refit/canary_error"] < 1e-4
     assert one.restarts == 1
@@ -246,7 +243,7 @@ def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy,
 def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do_not(engine, policy, tmp_path):
     two = engine(worker_class=StreamingMortalWorker)
     canary = make_canary(range(5, 15), num_receivers=2, max_length=12, exact=True)
-    sync = synchronizer(policy, two, canary=lambda: canary)
+    sync = synchronizer(policy, two, canary=RefitCanary(lambda: canary))
     sync.sync()
     undisturbed = two.generate(prompts())
     refits, killed = two.group.run_all("num_changes"), two.group.pids()[1]

@@ -18,9 +18,11 @@ from rl_train.weight_sync.canary import (
     LEAST_TOLERANCE,
     MARGIN,
     CanaryCalibration,
+    RefitCanary,
     TemperatureCorrection,
     make_canary,
 )
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
@@ -42,11 +44,8 @@ def synchronizer(sides, **options):
     options = {"num_receivers": 1, "max_length": 16, "exact": True, **options}
     return WeightSynchronizer(
         *sides,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-        prove=False,  # only the canary
-        canary=lambda: make_canary(WORDS, **options),
+        WeightSender(sides[0], SharedMemoryTransport, prove=False),
+        canary=RefitCanary(lambda: make_canary(WORDS, **options)),
     )
 
 
@@ -145,14 +144,7 @@ def test_in_bfloat16_an_engine_one_optimizer_step_behind_is_rejected_and_a_refit
     one_optimizer_step(policy)
     with pytest.raises(WeightSyncError, match=r"1\.5 times the error of the first sync"):
         canary.check(policy, engine)
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-        canary=lambda: canary,
-    )
+    sync = WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport), canary=RefitCanary(lambda: canary))
     assert sync.sync()["refit/canary_error"] <= MARGIN * first
     sync.close()
 
@@ -192,11 +184,8 @@ def test_the_canary_runs_once_per_worker_or_in_every_sync_if_digests_are_of_rece
     def sync_of(**options):
         return WeightSynchronizer(
             *sides,
-            transports=[SharedMemoryTransport],
-            policy_capabilities=["shared_memory"],
-            generation_capabilities=["shared_memory"],
-            canary=lambda: make_canary(WORDS, num_receivers=1, max_length=16, exact=True),
-            **options,
+            WeightSender(sides[0], SharedMemoryTransport, **options),
+            canary=RefitCanary(lambda: make_canary(WORDS, num_receivers=1, max_length=16, exact=True)),
         )
 
     held, arrived = sync_of(), sync_of(digests_are_held=False)
@@ -213,7 +202,7 @@ def test_the_canary_runs_once_per_worker_or_in_every_sync_if_digests_are_of_rece
     # Digests of what arrived still agree when the tensors that the engine computes with have changed.
     worker = sides[1].group.worker
     worker.named_weights()["model.layers.0.mlp.down_proj.weight"].data.mul_(1.02)
-    monkeypatch.setattr(arrived, "_already_equal", lambda seconds: True)
+    monkeypatch.setattr(arrived.sender, "already_equal", lambda engine, seconds: True)
     with pytest.raises(WeightSyncError, match="log-probabilities that differ from the policy's"):
         arrived.sync(only_if_stale=True)
     held.sync()

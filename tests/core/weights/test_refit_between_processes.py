@@ -28,6 +28,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.rendezvous.interfaces import free_port
 from rl_core.weights.collective import WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport, free_loopback_port
 
@@ -61,16 +62,10 @@ def sides(processes):
 
 
 def synchronizer(policy, engine, transport, *, buffer_bytes: int = 700, deadline_s: float = 3600.0):
-    name = transport.name
     return WeightSynchronizer(
         policy,
         engine,
-        transports=[transport],
-        policy_capabilities=[name],
-        generation_capabilities=[name],
-        buffer_bytes=buffer_bytes,
-        deadline_s=deadline_s,
-        num_receivers=len(engine.ranks),
+        WeightSender(policy, transport, buffer_bytes=buffer_bytes, deadline_s=deadline_s, num_receivers=len(engine.ranks)),
     )
 
 

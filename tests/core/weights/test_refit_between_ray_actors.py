@@ -25,6 +25,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WeightSyncError, WorkerDiedError
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
@@ -74,15 +75,7 @@ def engine_of(cluster):
 
 def synchronizer(policy, engine, transport):
     return WeightSynchronizer(
-        policy,
-        engine,
-        transports=[transport],
-        policy_capabilities=[transport.name],
-        generation_capabilities=[transport.name],
-        buffer_bytes=700,
-        deadline_s=120.0,
-        num_receivers=2,
-        wait=wait_together,
+        policy, engine, WeightSender(policy, transport, buffer_bytes=700, deadline_s=120.0, num_receivers=2, wait=wait_together)
     )
 
 

@@ -22,7 +22,8 @@ from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WorkerDiedError
 from rl_core.weights.shared_memory import sweep
-from rl_train.weight_sync.canary import StreamedCanary
+from rl_train.weight_sync.canary import RefitCanary, StreamedCanary
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
@@ -122,18 +123,12 @@ def make_engine(cluster, deaths, **fields):
     )
 
 
-def synchronizer(policy, engine, transport, **options):
+def synchronizer(policy, engine, transport, canary=None):
     return WeightSynchronizer(
         policy,
         engine,
-        transports=[transport],
-        policy_capabilities=[transport.name],
-        generation_capabilities=[transport.name],
-        buffer_bytes=700,
-        deadline_s=3600.0,
-        num_receivers=REPLICAS,
-        wait=wait_together,
-        **options,
+        WeightSender(policy, transport, buffer_bytes=700, deadline_s=3600.0, num_receivers=REPLICAS, wait=wait_together),
+        canary=canary,
     )
 
 
@@ -251,8 +246,8 @@ class Canary:
 def test_a_canary_is_streamed_over_one_refit_that_begins_with_all_replicas_and_samples_a_batch_later(sides, deaths):
     policy, engine = sides
     canary = Canary(engine)
-    owner = synchronizer(policy, engine, SharedMemoryTransport, canary=lambda: canary)
-    owner.streamed = StreamedCanary(canary.stream, over_refits=True)
+    owner = synchronizer(policy, engine, SharedMemoryTransport, canary=RefitCanary(lambda: canary))
+    owner.canary.streamed = StreamedCanary(canary.stream, over_refits=True)
     try:
         owner.sync()
         policy.group.run_all("step")
@@ -288,7 +283,7 @@ def test_ranks_that_wait_for_a_missing_rank_are_released(sides, synchronizers, d
 
 @pytest.mark.slow  # reads what the slow tests before it left
 def test_the_collective_never_reuses_a_rendezvous_address(sides, synchronizers):
-    transport = synchronizers["collective"]._transport
+    transport = synchronizers["collective"].sender.transport
     assert len(transport._left) >= 4
     assert len({port for _, port in transport._left}) == len(transport._left)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights.fingerprint import combine, describe_differences, tensor_digest, tensor_digests
-from rl_train.weight_sync.synchronizer import kind_of
+from rl_train.weight_sync.sender import kind_of
 
 KINDS = ["xxh3", "wsum"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]

@@ -27,6 +27,7 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import BrokenPromiseError, DeadlineExceededError, MissingCapabilityError, WeightSyncError
 from rl_core.weights.receiver import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
+from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import (
     ByReferenceTransport,
@@ -57,11 +58,11 @@ def synchronizer(policy, engine, transport="shared_memory", transports=ALL, **op
     return WeightSynchronizer(
         policy,
         engine,
-        transports=transports,
-        policy_capabilities=NAMES,
-        generation_capabilities=NAMES,
-        transport=transport,
-        **{"buffer_bytes": SMALL_BUCKETS, **options},
+        WeightSender(
+            policy,
+            choose_transport(transports, policy_supports=NAMES, generation_supports=NAMES, name=transport),
+            **{"buffer_bytes": SMALL_BUCKETS, **options},
+        ),
     )
 
 

@@ -21,11 +21,10 @@ from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.component import unmet_needs
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.workers import Builder
 from rl_train.config.loader import load_config
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.metrics import logger as wandb_module
-from rl_train.metrics.logger import MlflowLogger, TensorBoardLogger, WandbLogger
+from rl_train.metrics.logger import MlflowLogger, TensorBoardLogger, WandbLogger, make_loggers
 from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
 
 pytestmark = pytest.mark.slow
@@ -231,7 +230,7 @@ def test_tensorboard_and_mlflow_record_one_run_side_by_side(tmp_path):
     registry = Registry(discover())
     run = load_config(path, registry=registry).run
     with ExitStack() as exits:
-        loggers = Builder(run=run, registry=registry, exits=exits, cluster=None).loggers(tmp_path)
+        loggers = make_loggers(run.logger.loggers, registry, tmp_path, exits)
         for logger in loggers:
             logger.log_metrics({"reward/mean": 0.5, "loss": 0.25}, 3)
     experiment, run, metrics = mlflow_run(tmp_path)
@@ -253,7 +252,7 @@ def test_a_custom_logger_is_named_by_its_import_path_and_gets_its_keys_and_the_r
     registry = Registry(discover())
     run = load_config(path, registry=registry).run
     with ExitStack() as exits:
-        [logger] = Builder(run=run, registry=registry, exits=exits, cluster=None).loggers(tmp_path)
+        [logger] = make_loggers(run.logger.loggers, registry, tmp_path, exits)
         logger.log_metrics({"reward/mean": 0.5}, 3)
     assert (tmp_path / "lines.txt").read_text() == "3 {'reward/mean': 0.5}"
 

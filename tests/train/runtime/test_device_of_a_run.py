@@ -45,14 +45,11 @@ class Recorded(Builder):
     def generation(self):
         return self.note("engine")
 
-    def environments(self):
-        return {}
-
 
 def test_on_gpus_the_engine_has_measured_its_memory_and_sleeps_before_anything_else_loads():
     started = []
     builder = Recorded(
-        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None)),
+        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None), env={}),
         registry=None,
         exits=ExitStack(),
         cluster=SimpleNamespace(use_gpus=True),
@@ -68,7 +65,7 @@ def test_an_engine_with_its_own_gpus_does_not_sleep_while_the_policy_loads():
         engine_cluster = SimpleNamespace(use_gpus=True)
 
     started = []
-    run = SimpleNamespace(value=None, teacher=None, started=started)
+    run = SimpleNamespace(value=None, teacher=None, started=started, env={})
     WithOwnResources(run=run, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True)).start(samples=True)
     assert started == ["policy", "engine", "critic"]
 
@@ -76,7 +73,7 @@ def test_an_engine_with_its_own_gpus_does_not_sleep_while_the_policy_loads():
 def test_on_gpus_a_run_that_samples_nothing_has_no_engine():
     started = []
     builder = Recorded(
-        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None)),
+        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None), env={}),
         registry=None,
         exits=ExitStack(),
         cluster=SimpleNamespace(use_gpus=True),

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from rl_train.launch.train import _logging_to
+from rl_train.launch.session import _logging_to
 
 
 @pytest.mark.parametrize("name", ["rlcore", "rl_core.dispatch.generation", "rl_train.pools.actor_pool"])

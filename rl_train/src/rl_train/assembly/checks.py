@@ -1,7 +1,4 @@
-"""Checks of the models of a run that need their files, but no weights: tokenizers and length limits.
-
-Checks of reward functions with the first row of the data, before a run starts workers.
-"""
+"""Checks of models that need their files but no weights, and of reward functions with the first row of the data."""
 
 from __future__ import annotations
 

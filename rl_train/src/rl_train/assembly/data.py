@@ -1,6 +1,6 @@
-"""Builds data loaders of tokenized rows from datasets; all data is read and checked before a worker starts.
+"""Builds data loaders of tokenized rows from datasets.
 
-Tokenizes the first rows of a run before it starts, so that unusable rows are not found hours later.
+All data is read before a worker starts, and its first rows are tokenized, so that unusable rows are not found hours later.
 """
 
 from __future__ import annotations

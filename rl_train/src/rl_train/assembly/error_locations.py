@@ -1,6 +1,6 @@
 """Adds config key, file and line to user errors that are found only while a run starts or trains.
 
-Errors that the user's own classes raise in a worker: what was raised, and the line of the user's file.
+For errors that the user's own classes raise in a worker, that is what was raised, and the line of the user's file.
 """
 
 from __future__ import annotations

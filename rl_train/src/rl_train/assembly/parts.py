@@ -1,9 +1,4 @@
-"""Creates the collector of a run's rollouts, with the drivers of tasks that have an agent.
-
-Creates the loss of a run, whose class may be a user's.
-
-Watches the training of a run's policy and critic, see `rl_train.training_checks`.
-"""
+"""The loss of a run, the collector of its rollouts, with the drivers of tasks with an agent, and the checks of its training."""
 
 from __future__ import annotations
 
@@ -26,7 +21,9 @@ from rl_core.plugins.registry import Registry
 from rl_train.agents.driver import AgentDriver
 from rl_train.agents.model_server import ModelServer, ServerSettings
 from rl_train.agents.session import SessionLimits
+from rl_train.assembly.placement import share_cores
 from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.weights import arithmetic
 from rl_train.assembly.workers import Builder
 from rl_train.config.schema import LossConfig, RunConfig
 from rl_train.diagnostics.model_files import read_model_config
@@ -53,7 +50,7 @@ def make_collector(
     if threaded:
         generation.refit_thread = threading.get_ident()
     device = getattr(generation, "facts", {}).get("device")
-    takes_turns = config.rollout.max_staleness > 0 and device == "cpu" and builder.shares_cores
+    takes_turns = config.rollout.max_staleness > 0 and device == "cpu" and share_cores(builder.cluster, builder.engine_cluster)
     if takes_turns:
         _log.info("the policy and the engine have the same cores: rollouts wait while the policy trains")
     loop = RolloutLoop(threaded=threaded, takes_turns=takes_turns)
@@ -196,7 +193,7 @@ def watch_training(run: Run, builder: Builder) -> None:
         backend = config.policy.generation.backend
         checks.engine_label = component_label(registry, Kind.GENERATION, backend, run.generation)
     if weights is not None:
-        weights.sent.label = label
+        weights.sender.sent.label = label
     checks.watch(run.policy, label, builder.exits, is_policy=True)
     if run.value is not None and config.value is not None:
         value = component_label(registry, Kind.POLICY, config.value.backend, run.value, section="value")
@@ -223,11 +220,11 @@ def _agreement(run: Run, builder: Builder) -> Agreement | None:
         or section.logit_changes()
     ):
         return None
-    sides, float32 = builder.arithmetic(run.generation)
+    sides, float32 = arithmetic(run.config, run.generation)
     return Agreement(
         sides=sides,
         exact=float32 and not _uses_tf32(run.generation) and not has_experts(run.config),
-        has_canary=weights.has_canary,
+        has_canary=weights.canary is not None,
         tolerance=section.canary_tolerance,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import ExitStack
 
 import torch
@@ -104,6 +105,18 @@ def transports_between(policy: RayVirtualCluster, engine: RayVirtualCluster) -> 
     """The weight transports to try, the cheapest first."""
     nodes = {bundle.node.node_id for cluster in (policy, engine) for bundle in cluster.bundles}
     return default_transports(len(nodes), on_gpus=policy.use_gpus or engine.use_gpus, is_colocated=policy is engine)
+
+
+def share_cores(policy: RayVirtualCluster | None, engine: RayVirtualCluster | None) -> bool:
+    """Whether policy and engine run on CPUs, on some node with more threads together than it has cores."""
+    if policy is None or engine is None or policy.use_gpus or engine.use_gpus:
+        return False
+    threads, cores = Counter[str](), dict[str, float]()
+    for cluster in (policy, engine):
+        for bundle in cluster.bundles:
+            threads[bundle.node.node_id] += cluster.threads_of(bundle)
+            cores[bundle.node.node_id] = bundle.node.cpus
+    return any(threads[node] > cores[node] for node in threads)
 
 
 def _check_device(use_gpus: bool | None) -> None:

@@ -1,6 +1,6 @@
-"""Prepares a run before any of its processes starts: tokenizer, tools, data, and the settings that follow from the data.
+"""What a run needs before any of its processes starts: tokenizer, tools, data, and the settings that follow from the data.
 
-Collects what decides the result of a run in addition to its config, for a comparison when the run is resumed.
+Also what decides its result in addition to the config, for a comparison when the run is resumed.
 """
 
 from __future__ import annotations

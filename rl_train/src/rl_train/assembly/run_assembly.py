@@ -1,7 +1,4 @@
-"""Builds a Run and all of its components from a config.
-
-Starts a config's policy and engine without environments, training loop or run folder.
-"""
+"""Builds a Run and all of its components from a config; or only policy and engine, without training loop and run folder."""
 
 from __future__ import annotations
 
@@ -37,6 +34,7 @@ from rl_train.assembly.placement import make_cluster, resolve_precision
 from rl_train.assembly.preparation import DataLoaders, Preparation, inputs_of
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
+from rl_train.assembly.weights import make_weights
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.checkpoints.inputs import UNKNOWN_DEFAULTS, Defaults, Inputs
 from rl_train.checkpoints.state import Checkpoints, Stateful
@@ -53,6 +51,7 @@ from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.messages import DatumSpec
+from rl_train.metrics.logger import make_loggers
 from rl_train.metrics.measured import ModelFlops, PeakMemory, peak_tflops
 from rl_train.rollouts.collect import Collector, stream_rows_of
 from rl_train.rollouts.evaluation import Evaluation, ValidationSet
@@ -62,7 +61,7 @@ from rl_train.rollouts.source import MixedRolloutSource, ReplaySource, RolloutSo
 from rl_train.rollouts.trajectory import sample_seed
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
-from rl_train.weight_sync.canary import StreamedCanary
+from rl_train.weight_sync.canary import CanaryCalibration, StreamedCanary
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.synchronizer import NoEngine, WeightSynchronizer
 
@@ -159,68 +158,72 @@ def assemble_run(
         replay: as `build_run`.
     """
     config, loaders = builder.run, prepared.loaders
+    companions = tuple(workers.companions.values())
     run = Run(
         config=config,
         folder=folder,
         policy=workers.policy,
         value=workers.companions.get("value"),
         teacher=workers.companions.get("teacher"),
+        generation=workers.generation,
         loss_fn=loss_fn,
-        loggers=builder.loggers(folder),
+        loggers=make_loggers(config.logger.loggers, builder.registry, folder, builder.exits),
         checkpoints=None,
         tokenizer=prepared.tokenizer,
+        batches=loaders.batches,
+        initial_metrics=loaders.metrics(),
+        flops=_model_flops(config, workers.policy),
     )
-    measured = (workers.policy, workers.generation, *workers.companions.values())
-    run.metrics.memory = PeakMemory(measured, deadline_s=config.cluster.deadlines.refit_s)
-    run.flops = _model_flops(config, workers.policy)
-    evaluations: dict[str, Evaluation] = {}
+    run.metrics.memory = PeakMemory(
+        (workers.policy, workers.generation, *companions), deadline_s=config.cluster.deadlines.refit_s
+    )
+    if isinstance(config.algorithm, GRPOConfig):
+        run.estimator = make_estimator(config.algorithm.adv_estimator)
+    collector = None
     if workers.generation is not None:
-        run.generation = workers.generation
-        companions = tuple(workers.companions.values())
-        sleeper = workers.generation if config.rollout.max_staleness == 0 else None  # otherwise, rows are always in progress
-        run.memory = DeviceMemory(
-            workers.policy,
-            sleeper,
-            companions=companions,
-            limited=builder.takes_turns,
-            both_fit=config.engine_has_own_resources or (builder.shares_gpus and not builder.takes_turns),
-        )
-        run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
+        run.memory = _device_memory(builder, workers)
+        run.weights = make_weights(builder, workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.activities = collector.activities
         run.metrics.progress.rollouts = collector.activities.counts
-        run.rollouts = _rollout_source(run, collector, loaders, run.weights, replay)
-        if run.rollouts is not None and replay is None:
-            builder.exits.callback(run.rollouts.close)
-            ends_rollouts = _ends_rollouts_before_refits(builder)
-            if ends_rollouts:
-                run.weights.before_refit = run.rollouts.end_rollouts
-            if config.rollout.max_staleness > 0 and collector.streams_rows:
-                rows = stream_rows_of(collector, over_refits=not ends_rollouts)
-                run.weights.streamed = StreamedCanary(rows, over_refits=not ends_rollouts)
-        evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
     elif replay is not None:
-        run.memory = DeviceMemory(workers.policy, companions=tuple(workers.companions.values()))
+        run.memory = DeviceMemory(workers.policy, companions=companions)
         run.weights = NoEngine()
-        run.rollouts = _rollout_source(run, None, loaders, None, replay)
-    run.initial_metrics, run.batches = loaders.metrics(), loaders.batches
-    run.estimator = make_estimator(config.algorithm.adv_estimator) if isinstance(config.algorithm, GRPOConfig) else None
-    run.validation_sets = [
-        ValidationSet(
-            name=name,
-            val_period=_val_period(config, name),
-            evaluation=evaluations.get(name),
-            batches=loaders.validation_batches.get(name),
-        )
-        for name in dict.fromkeys([*evaluations, *loaders.validation_batches])
-    ]
+    run.rollouts = _rollout_source(run, collector, loaders, replay)
+    if run.rollouts is not None and collector is not None and replay is None:
+        builder.exits.callback(run.rollouts.close)
+        _prepare_for_refits(run, builder, collector)
+    run.validation_sets = _validation_sets(config, loaders, collector)
     if config.checkpointing.max_time is not None:
         run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
     run.checkpoints = _checkpoints(run, resolved, folder=folder, defaults=defaults, inputs=inputs)
     if isinstance(run.weights, WeightSynchronizer):
-        run.keep("canary", run.weights.calibration)
+        run.keep("canary", run.weights.canary.calibration if run.weights.canary is not None else CanaryCalibration())
     watch_training(run, builder)
     return run
+
+
+def _device_memory(builder: Builder, workers: Workers) -> DeviceMemory:
+    config = builder.run
+    return DeviceMemory(
+        workers.policy,
+        workers.generation if config.rollout.max_staleness == 0 else None,  # otherwise, rows are always in progress
+        companions=tuple(workers.companions.values()),
+        limited=builder.takes_turns,
+        both_fit=config.engine_has_own_resources or (builder.shares_gpus and not builder.takes_turns),
+    )
+
+
+def _prepare_for_refits(run: Run, builder: Builder, collector: Collector) -> None:
+    """Rollouts that may be in progress at a refit end before it or continue over it, and so do the canary's rows."""
+    assert run.rollouts is not None
+    assert isinstance(run.weights, WeightSynchronizer)
+    over_refits = not _ends_rollouts_before_refits(builder)
+    if not over_refits:
+        run.weights.before_refit = run.rollouts.end_rollouts
+    if run.weights.canary is not None and run.config.rollout.max_staleness > 0 and collector.streams_rows:
+        rows = stream_rows_of(collector, over_refits=over_refits)
+        run.weights.canary.streamed = StreamedCanary(rows, over_refits=over_refits)
 
 
 def _ends_rollouts_before_refits(builder: Builder) -> bool:
@@ -232,9 +235,7 @@ def _ends_rollouts_before_refits(builder: Builder) -> bool:
     return rollout.order == "exact" or Capability.REFIT_IN_FLIGHT not in capabilities_of(engine)
 
 
-def _rollout_source(
-    run: Run, collector: Collector | None, loaders: DataLoaders, weights: WeightSynchronizer | None, replay: Path | None
-) -> RolloutSource | None:
+def _rollout_source(run: Run, collector: Collector | None, loaders: DataLoaders, replay: Path | None) -> RolloutSource | None:
     """Rollouts of the prompts, mixed with the data's own answers if the algorithm uses them; None if it does not sample."""
     config = run.config
     needs = config.algorithm.runtime_needs.rollouts
@@ -242,26 +243,23 @@ def _rollout_source(
         return None
     samples = SampledSteps(seed=config.algorithm.seed, fraction=needs.sampled_fraction)
     sampled: RolloutSource
-    if collector is not None and weights is not None and replay is None:
-        sampled = _scheduled_source(config, needs, collector, loaders.prompts, samples, weights, run.policy)
-    else:
-        assert replay is not None
+    if replay is not None:
         reward_weights = {task: section.reward_weights for task, section in config.env.items()}
         sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=reward_weights)
+    elif collector is not None:
+        sampled = _scheduled_source(run, needs, collector, loaders.prompts, samples)
+    else:
+        return None
     if loaders.answers is None:
         return sampled
     return MixedRolloutSource(sampled, loaders.answers, group_size=needs.samples_per_prompt, samples=samples)
 
 
 def _scheduled_source(
-    config: RunConfig,
-    needs: RolloutNeeds,
-    collector: Collector,
-    data: BatchedDataLoader,
-    samples: SampledSteps,
-    weights: WeightSynchronizer,
-    policy: ColocatablePolicyInterface,
+    run: Run, needs: RolloutNeeds, collector: Collector, data: BatchedDataLoader, samples: SampledSteps
 ) -> ScheduledSource:
+    config, weights, policy = run.config, run.weights, run.policy
+    assert isinstance(weights, WeightSynchronizer)
     prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
     return ScheduledSource(
         collector,
@@ -287,6 +285,19 @@ def _model_flops(config: RunConfig, policy: object) -> ModelFlops | None:
     known = peak_tflops(policy.facts.get("device_name"), config.policy.dtype_name)
     peak = known if config.profiling.peak_tflops is None else config.profiling.peak_tflops
     return ModelFlops(policy.facts["matrix_sizes"], ranks=policy.group.world_size, peak=peak)
+
+
+def _validation_sets(config: RunConfig, loaders: DataLoaders, collector: Collector | None) -> list[ValidationSet]:
+    prompts = loaders.validation_prompts if collector is not None else {}
+    return [
+        ValidationSet(
+            name=name,
+            val_period=_val_period(config, name),
+            evaluation=_evaluation(config, collector, prompts[name]) if collector is not None and name in prompts else None,
+            batches=loaders.validation_batches.get(name),
+        )
+        for name in dict.fromkeys([*prompts, *loaders.validation_batches])
+    ]
 
 
 def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoader) -> Evaluation:
@@ -407,7 +418,7 @@ class PolicyAndEnginePlan:
             builder = Builder.without_training(self.config, self.registry, exits)
             policy, generation = builder.policy_and_engine()
             # No tokenizer, so that there is no canary: a disagreement should be measured here, not raised.
-            weights = builder.weights(policy, generation)
+            weights = make_weights(builder, policy, generation)
             weights.sync()
             yield PolicyAndEngine(config=builder.run, policy=policy, generation=generation, refit=weights.transport_name)
 

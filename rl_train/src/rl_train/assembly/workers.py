@@ -1,14 +1,12 @@
-"""Creates the components of a run from their sections: cluster, policy, engine, environments, weight sync, loggers."""
+"""Starts the components of a run that work in other processes: policy, companion models, engine and environments."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
@@ -21,32 +19,21 @@ from rl_core.dispatch.worker_facade import WorkerFacade, local_device
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.policy import ColocatablePolicyInterface, WeightTransport
+from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import constructor_config, first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
-from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision, transports_between
-from rl_train.config.rules.rollouts import (
-    IN_PROCESS_TRANSPORTS,
-    digests_are_held,
-    missing_canary,
-    uses_canary,
-    with_transports_of_plugins,
-)
+from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision
 from rl_train.config.schedules import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
-from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.component_probe import check_environment_class
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
-from rl_train.weight_sync.canary import Canary, CanaryCalibration, TemperatureCorrection, make_canary, rows_of_two_microbatches
-from rl_train.weight_sync.device_memory import DeviceMemory
-from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +41,8 @@ class Workers:
     """The components that run in separate processes."""
 
     policy: ColocatablePolicyInterface
-    generation: GenerationInterface | None
-    environments: Mapping[str, EnvironmentInterface]
+    generation: GenerationInterface | None = None
+    environments: Mapping[str, EnvironmentInterface] = field(default_factory=dict)
     companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
     """The companion models, by section."""
 
@@ -74,7 +61,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class Builder:
-    """Creates the components of a run; `exits` closes them in reverse order.
+    """Starts the models of a run; `exits` closes them in reverse order.
 
     Attributes:
         run: the config.
@@ -109,24 +96,15 @@ class Builder:
         """Start policy, companion models and, if the run samples, engine and environments, in parallel."""
         if self.uses_gpus:
             return self._start_on_gpus(samples=samples)
+        starts: dict[str, Callable[[], Any]] = {"policy": self.policy}
+        if samples:
+            starts |= {"generation": self.generation, "environments": self._environments}
+        starts["companions"] = self.companions
         if self.cluster is None:
-            return Workers(
-                policy=self.policy(),
-                generation=self.generation() if samples else None,
-                environments=self.environments() if samples else {},
-                companions=self.companions(),
-            )
+            return Workers(**{name: start() for name, start in starts.items()})
         with ThreadPoolExecutor(max_workers=4) as starting:
-            policy_starting = starting.submit(self.policy)
-            companions_starting = starting.submit(self.companions)
-            engine_starting = starting.submit(self.generation) if samples else None
-            environments_starting = starting.submit(self.environments) if samples else None
-        return Workers(
-            policy=policy_starting.result(),
-            generation=engine_starting.result() if engine_starting else None,
-            environments=environments_starting.result() if environments_starting else {},
-            companions=companions_starting.result(),
-        )
+            futures = {name: starting.submit(start) for name, start in starts.items()}
+        return Workers(**{name: future.result() for name, future in futures.items()})
 
     @property
     def uses_gpus(self) -> bool:
@@ -137,7 +115,7 @@ class Builder:
         policy, generation = self.policy_and_engine() if samples else (self.policy(), None)
         if any(getattr(self.run, name) is not None for name in COMPANIONS):
             policy.offload_after_refit()  # a companion needs the same memory to load
-        environments, companions = self.environments() if samples else {}, self.companions()
+        environments, companions = self._environments() if samples else {}, self.companions()
         return Workers(policy=policy, generation=generation, environments=environments, companions=companions)
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
@@ -157,18 +135,6 @@ class Builder:
     def takes_turns(self) -> bool:
         """Whether policy and engine use the same GPUs one after the other: the engine sleeps while models are trained."""
         return self.shares_gpus and self._engine_section.sleeps
-
-    @property
-    def shares_cores(self) -> bool:
-        """Whether policy and engine run on CPUs, on some node with more threads together than it has cores."""
-        if self.cluster is None or self.engine_cluster is None or self.uses_gpus or self.engine_cluster.use_gpus:
-            return False
-        threads, cores = Counter[str](), dict[str, float]()
-        for cluster in (self.cluster, self.engine_cluster):
-            for bundle in cluster.bundles:
-                threads[bundle.node.node_id] += cluster.threads_of(bundle)
-                cores[bundle.node.node_id] = bundle.node.cpus
-        return any(threads[node] > cores[node] for node in threads)
 
     @cached_property
     def engine_cluster(self) -> RayVirtualCluster | None:
@@ -205,7 +171,7 @@ class Builder:
         return companions
 
     @property
-    def _temperature(self) -> float:
+    def temperature(self) -> float:
         return self.run.scoring_temperature if self.scoring_temperature is None else self.scoring_temperature
 
     def _scoring(self, section: PolicyConfig) -> PolicyConfig:
@@ -213,7 +179,7 @@ class Builder:
         generation = self.run.policy.generation
         if generation is None:
             return section
-        return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self._temperature})})
+        return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self.temperature})})
 
     def generation(self) -> GenerationInterface:
         """The engine; it loads in the background."""
@@ -236,6 +202,9 @@ class Builder:
         on_gpus = self.engine_cluster.use_gpus if self.engine_cluster is not None else self.uses_gpus
         return section.for_devices(Devices(use_gpus=on_gpus, trains=self.trains and self.shares_gpus))
 
+    def _environments(self) -> dict[str, EnvironmentInterface]:
+        return make_environments(self.run, self.registry, self.exits, self.cluster)
+
     def _create(self, component: Component, kind: Kind, key: str, **arguments: Any) -> Any:
         """A model or an engine; it loads in the background."""
         arguments = {"cluster": self.cluster, "deadlines": self.run.cluster.deadlines, **arguments}
@@ -253,149 +222,48 @@ class Builder:
                 raise
         return created
 
-    def environments(self) -> dict[str, EnvironmentInterface]:
-        """Every task's environment, as a pool of processes."""
-        return {task: self._environment(task, section) for task, section in self.run.env.items()}
 
-    def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
-        component = environment_component(task, section, self.registry)
-        elsewhere = environment_elsewhere(task, section, self.registry)
-        worker_class: Any
-        if elsewhere is not None:
-            worker_class, kwargs = worker_elsewhere(component, elsewhere, section)
-            has_sessions, reads_tokens = elsewhere.keeps_sessions, elsewhere.reads_token_ids
-        else:
-            worker_class = component.load()
-            with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
-                check_environment_class(worker_class, component.name)
-            kwargs = first_argument(worker_class, constructor_config(section))
-            plain = plain_class(worker_class)
-            has_sessions, reads_tokens = keeps_sessions(plain), getattr(plain, "reads_token_ids", False)
-        if self.cluster is None:
-            pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
-        else:
-            pool = ActorPool(
-                self.cluster,
-                worker_class,
-                section.num_workers,
-                kwargs,
-                deadline_s=min(self.run.cluster.deadlines.environment_s, section.step_timeout_s),
-                max_concurrency=section.max_concurrency,
-                python=section.python if elsewhere is not None else None,
-                name=f"env.{task}",
-            )
-        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions, reads_token_ids=reads_tokens)
-        self.exits.callback(environment.shutdown)
-        return environment
+def make_environments(
+    run: RunConfig, registry: Registry, exits: ExitStack, cluster: RayVirtualCluster | None
+) -> dict[str, EnvironmentInterface]:
+    """Every task's environment, as a pool of processes, or in this process without a cluster."""
+    return {task: _environment(task, section, run, registry, exits, cluster) for task, section in run.env.items()}
 
-    def weights(
-        self,
-        policy: ColocatablePolicyInterface,
-        generation: GenerationInterface,
-        tokenizer: Any = None,
-        *,
-        memory: DeviceMemory | None = None,
-    ) -> WeightSynchronizer:
-        """Creates the weight synchronizer, which uses the first transport that both backends support.
 
-        Args:
-            policy: the sender.
-            generation: the receiver.
-            tokenizer: its vocabulary is used for canary prompts; None disables the canary.
-            memory: see `WeightSynchronizer`.
-
-        Raises:
-            ConfigError: no check would cover the tensors that this engine computes with, or it has its own weights.
-        """
-        section = self.run.policy.generation
-        assert section is not None
-        if generation.has_own_weights:
-            raise ConfigError(
-                f"`policy.generation.backend: {section.backend}`: this engine has its own weights, so it cannot receive the "
-                "policy's. Choose another generation backend, or evaluate the engine with `rlcore eval`."
-            )
-        transports = self._transports(section.refit_transport)
-        engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
-        calibration = CanaryCalibration()
-        if tokenizer is not None and (problem := missing_canary(section, engine_capabilities)) is not None:
-            raise ConfigError(str(problem))  # `rlcore serve` does not import an engine given by its path before
-        has_canary = tokenizer is not None and uses_canary(section)
-        synchronizer = WeightSynchronizer(
-            policy,
-            generation,
-            transports=transports,
-            policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
-            generation_capabilities=engine_capabilities,
-            transport=transports[0].name if section.refit_transport is not None else None,
-            buffer_bytes=section.refit_buffer_mib * 2**20,
-            deadline_s=self.run.cluster.deadlines.refit_s,
-            folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
-            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if has_canary else None,
-            calibration=calibration,
-            digests_are_held=digests_are_held(engine_capabilities),
-            num_receivers=generation.num_workers,
-            wait=wait_together,
-            rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
-            memory=memory,
+def _environment(
+    task: str,
+    section: EnvironmentConfig,
+    run: RunConfig,
+    registry: Registry,
+    exits: ExitStack,
+    cluster: RayVirtualCluster | None,
+) -> EnvironmentInterface:
+    component = environment_component(task, section, registry)
+    elsewhere = environment_elsewhere(task, section, registry)
+    worker_class: Any
+    if elsewhere is not None:
+        worker_class, kwargs = worker_elsewhere(component, elsewhere, section)
+        has_sessions, reads_tokens = elsewhere.keeps_sessions, elsewhere.reads_token_ids
+    else:
+        worker_class = component.load()
+        with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
+            check_environment_class(worker_class, component.name)
+        kwargs = first_argument(worker_class, constructor_config(section))
+        plain = plain_class(worker_class)
+        has_sessions, reads_tokens = keeps_sessions(plain), getattr(plain, "reads_token_ids", False)
+    if cluster is None:
+        pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
+    else:
+        pool = ActorPool(
+            cluster,
+            worker_class,
+            section.num_workers,
+            kwargs,
+            deadline_s=min(run.cluster.deadlines.environment_s, section.step_timeout_s),
+            max_concurrency=section.max_concurrency,
+            python=section.python if elsewhere is not None else None,
+            name=f"env.{task}",
         )
-        self.exits.callback(synchronizer.close)
-        return synchronizer
-
-    def _canary(
-        self,
-        policy: ColocatablePolicyInterface,
-        generation: GenerationInterface,
-        tokenizer: Any,
-        calibration: CanaryCalibration,
-    ) -> Canary:
-        model, section, facts = self.run.policy, self.run.policy.generation, getattr(generation, "facts", {})
-        assert section is not None
-        sides, exact = self.arithmetic(generation)
-        factor = self._temperature / section.temperature
-        return make_canary(
-            sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
-            num_receivers=generation.num_workers,
-            max_length=model.max_total_sequence_length,
-            exact=exact,
-            tolerance=section.canary_tolerance,
-            greedy=bool(section.sampling_filters()),
-            calibration=calibration,
-            sides=sides,
-            scored_rows=rows_of_two_microbatches(model) * getattr(policy, "data_ranks", 1),
-            temperature_correction=TemperatureCorrection(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
-            if factor != 1.0
-            else None,
-        )
-
-    def arithmetic(self, generation: GenerationInterface) -> tuple[str, bool]:
-        """The arithmetic of policy and engine in words, and whether both compute in float32."""
-        model, section, facts = self.run.policy, self.run.policy.generation, getattr(generation, "facts", {})
-        assert section is not None
-        engine_precision = facts.get("precision", model.dtype_name)
-        sides = (
-            f"policy {model.backend} {model.dtype_name}, engine {section.backend} {engine_precision} on "
-            f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
-        )
-        return sides, {model.dtype_name, engine_precision} == {"float32"}
-
-    def _transports(self, configured: str | None) -> list[type[WeightTransport]]:
-        """Transports to try, the cheapest first."""
-        if configured is not None:
-            names: tuple[str, ...] = (configured,)
-        elif self.cluster is None:
-            names = IN_PROCESS_TRANSPORTS
-        else:
-            assert self.engine_cluster is not None
-            names = transports_between(self.cluster, self.engine_cluster)
-        if configured is None:
-            names = with_transports_of_plugins(names, self.registry)
-        return [self.registry.find("weight_transport", name).load() for name in names]
-
-    def loggers(self, folder: Path) -> list[Logger]:
-        """The enabled loggers of `logger.loggers`, without the two that every run has."""
-        loggers: list[Logger] = []
-        for name, section in self.run.logger.loggers.items():
-            if section.enabled:
-                loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
-                self.exits.callback(loggers[-1].finish)
-        return loggers
+    environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions, reads_token_ids=reads_tokens)
+    exits.callback(environment.shutdown)
+    return environment

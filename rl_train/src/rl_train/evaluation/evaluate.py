@@ -1,7 +1,4 @@
-"""Evaluates a config's model, or a checkpoint of it, on the validation data.
-
-Runs all diagnoses of a config's policy, engine and model before a run. Does not train.
-"""
+"""Evaluates a config's model, or a checkpoint of it, on the validation data, and runs all diagnoses of a config."""
 
 from __future__ import annotations
 
@@ -26,9 +23,10 @@ from rl_train.assembly.preparation import Preparation, inputs_of
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.run_assembly import PolicyAndEngine, PolicyAndEnginePlan
-from rl_train.assembly.workers import Builder
+from rl_train.assembly.weights import make_weights
+from rl_train.assembly.workers import Builder, make_environments
 from rl_train.checkpoints.inputs import input_changes, inputs_in
-from rl_train.checkpoints.state import read_state
+from rl_train.checkpoints.manifest import read_state
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.components import sections_of
 from rl_train.config.rules.rollouts import declares_own_weights
@@ -170,12 +168,13 @@ class EvaluationPlan:
         assert section is not None
         if declares_own_weights(section, builder.registry):
             engine_weights = EvaluatedWeights(checkpoint=None, version=None, fingerprint=None, transport=None)
-            return builder.generation(), builder.environments(), engine_weights
+            environments = make_environments(builder.run, builder.registry, builder.exits, builder.cluster)
+            return builder.generation(), environments, engine_weights
         workers = builder.start(samples=True)
         assert workers.generation is not None
         if self.checkpoint is not None and self.checkpoint.is_checkpoint:
             workers.policy.load_checkpoint(self.checkpoint.weights)
-        weights = builder.weights(workers.policy, workers.generation, self.prepared.tokenizer)
+        weights = make_weights(builder, workers.policy, workers.generation, self.prepared.tokenizer)
         weights.sync()
         synced = EvaluatedWeights(
             checkpoint=self.checkpoint,

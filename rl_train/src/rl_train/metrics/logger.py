@@ -1,13 +1,4 @@
-"""Loggers of metrics and rollouts.
-
-When the phases of one step ran, and what its rollouts waited for meanwhile.
-
-Logs metrics to TensorBoard event files. Rollouts are not logged.
-
-Logs to Weights & Biases, offline by default.
-
-Logs to MLflow, by default to a database in the run folder.
-"""
+"""Loggers of metrics, rollouts and timelines: TensorBoard, Weights & Biases and MLflow, and the interface for others."""
 
 from __future__ import annotations
 
@@ -19,12 +10,15 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rl_core.plugins.registry import Registry
+from rl_train.config.schema import LoggerConfig
 from rl_train.config.values import leaves
 from rl_train.errors import RunInterrupted
 from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
@@ -288,3 +282,13 @@ def _status_of(error: BaseException | None) -> str:
 def _valid_name(name: str) -> str:
     """A metric's name without the characters that MLflow rejects, such as in validation/pass@4 or a reward named `right?`."""
     return _INVALID.sub("_", name.replace("@", "_at_"))
+
+
+def make_loggers(sections: Mapping[str, LoggerConfig], registry: Registry, folder: Path, exits: ExitStack) -> list[Logger]:
+    """The enabled loggers of `logger.loggers`, without the two that every run has; `exits` finishes them."""
+    loggers: list[Logger] = []
+    for name, section in sections.items():
+        if section.enabled:
+            loggers.append(registry.find("logger", name).load()(config=section, folder=folder))
+            exits.callback(loggers[-1].finish)
+    return loggers

@@ -183,7 +183,7 @@ class _Watched:
         self._try_gradients(rows, loss_fn.rows_per_unit, rows_per_step)
         if self.is_policy and self.checks.weights is not None and is_expected_to_change(grad_norm, lr):
             certain = is_certain_to_change(grad_norm, lr)
-            self.checks.weights.sent.expect_change(expected.steps, certain=certain)
+            self.checks.weights.sender.sent.expect_change(expected.steps, certain=certain)
         metrics = {name: number for name, number in result["metrics"].items() if not name.startswith(PREFIX)}
         return {**result, "metrics": metrics}
 

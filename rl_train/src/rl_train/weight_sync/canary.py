@@ -22,33 +22,27 @@ keys and values. Only tokens of the new weights are compared, with `FIRST_TOLERA
 The mean over few tokens is noisy: |difference| has a standard deviation about as large as its mean. So the first sync measures
 `_ROUNDS` times as many rows as later ones, and a later sync beyond its tolerance is measured again with that many rows before
 the run is stopped.
-
-The canary of runs whose rollouts are sampled row by row and continue over refits: its rows are streamed in the same way.
-
-Reads the algorithm of a fingerprint from its text.
-
-Checks that the weights that a policy sends change when it is trained.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import derived_seeds
-from rl_core.errors import BrokenPromiseError, WeightSyncError
+from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.testing.outputs.models import check_version, generated, scored
-from rl_core.weights.fingerprint import Kind
 from rl_train.logprob_agreement import TokenDifferences, rows_to_score, sampled_tokens
+from rl_train.weight_sync.device_memory import DeviceMemory
 
 _log = logging.getLogger(__name__)
 
@@ -399,61 +393,76 @@ class StreamedCanary:
         return lambda policy: canary.check_streamed(policy, generation, output)
 
 
-def kind_of(fingerprint: str) -> Kind:
-    """The kind of a combined digest.
+class RefitCanary:
+    """The canary of a run: after the first refit of every generation worker, or on request.
 
-    Raises:
-        WeightSyncError: it is not a combined digest of this module.
-    """
-    kind = fingerprint.partition(":")[0]
-    if kind not in get_args(Kind):
-        raise WeightSyncError(
-            f"The fingerprint {fingerprint!r} does not start with any of {', '.join(get_args(Kind))}: it was not created by "
-            "rl_core.weights.fingerprint, so it cannot be compared."
-        )
-    return kind  # type: ignore[return-value]
-
-
-STEPS = 20
-"""Optimizer steps after which weights that are rounded or hardly trained must have changed."""
-
-
-class SentWeights:
-    """The fingerprint of the weights that were sent last, and the optimizer steps since.
+    Args:
+        make: creates the rows that both sides score, once both have loaded.
+        calibration: that of the canary; a run saves it with its checkpoints.
 
     Attributes:
-        label: the policy's name in errors.
+        streamed: the canary as rollouts are sampled; None if they are sampled in batches or not during training.
     """
 
-    def __init__(self) -> None:
-        self.label = "the policy"
-        self._fingerprint: str | None = None
-        self._steps = 0
-        self._certain = False
+    def __init__(self, make: Callable[[], Canary], calibration: CanaryCalibration | None = None) -> None:
+        self._make = make
+        self.calibration = calibration if calibration is not None else CanaryCalibration()
+        self.streamed: StreamedCanary | None = None
+        self._canary: Canary | None = None
+        self._unscored: Callable[[ColocatablePolicyInterface], float] | None = None
+        """Scores the canary's rows of the last refit, if the policy had to leave the device first."""
+        self._restarts: int | None = None
+        """Restarts of the engine when the canary last ran."""
 
-    def expect_change(self, steps: int, *, certain: bool) -> None:
-        """Count optimizer steps with a gradient; `certain` if they are large enough to change some float32 weight."""
-        self._steps += steps
-        self._certain = self._certain or certain
+    def request(self) -> None:
+        """Run in the next `sync`, whatever it transfers."""
+        self._restarts = None
 
-    def check(self, fingerprint: str, *, version: int, exact: bool) -> None:
-        """Compare with the weights that were sent before.
+    def is_due(self, restarts: int) -> bool:
+        """Whether workers have not passed it yet, after this number of restarts of the engine."""
+        return self._restarts != restarts
 
-        Args:
-            fingerprint: of the weights that were sent now.
-            version: their version.
-            exact: the engine stores them in float32, so that no step is lost in rounding.
+    def run(
+        self, policy: ColocatablePolicyInterface, engine: GenerationInterface, *, restarts: int, memory: DeviceMemory
+    ) -> dict[str, float]:
+        """Compare the engine after a refit with the policy, now, or in `score` if both have to share the device memory.
 
         Raises:
-            BrokenPromiseError: they are the same, although the policy was trained.
+            WeightSyncError: the canary failed.
         """
-        same, self._fingerprint = fingerprint == self._fingerprint, fingerprint
-        if same and (self._steps >= STEPS or (exact and self._certain)):
-            raise BrokenPromiseError(
-                f"{self.label} sent the weights of version {version}, but they are the same as before the last {self._steps} "
-                "optimizer step(s), which had a gradient and a learning rate above 0. `get_weights_ipc_handles` and "
-                "`broadcast_weights_for_collective` must send, and `weight_fingerprint` must digest, the current weights. "
-                "Check that the policy does not send a copy, and that it takes the steps that it reports."
-            )
-        if not same:
-            self._steps, self._certain = 0, False
+        is_first = self._canary is None
+        self._canary = self._canary or self._make()
+        if memory.limited:
+            self._unscored = self._canary.sample(engine, thorough=is_first)
+            self._restarts = restarts
+            return {}
+        error = self._canary.check(policy, engine, thorough=is_first)
+        memory.free_for_engine()
+        self._restarts = restarts
+        return {"refit/canary_error": error}
+
+    def score(self, policy: ColocatablePolicyInterface) -> dict[str, float]:
+        """Compare the rows of the last `run` that the policy has not scored yet; no metrics if there are none."""
+        score, self._unscored = self._unscored, None
+        return {} if score is None else {"refit/canary_error": score(policy)}
+
+    def check(self, policy: ColocatablePolicyInterface, engine: GenerationInterface, memory: DeviceMemory) -> float:
+        """Compare with many rows now, between rollouts and training; returns the error in nats per token."""
+        self._unscored = None
+        self._canary = self._canary or self._make()
+        if self.streamed is not None:
+            score = self.streamed.sample(self._canary, engine)
+        else:
+            score = self._canary.sample(engine, thorough=True)
+        memory.free_for_model(policy)
+        return score(policy)
+
+    def over_refit(
+        self, policy: ColocatablePolicyInterface, engine: GenerationInterface
+    ) -> AbstractContextManager[Callable[[], dict[str, float]]]:
+        """`StreamedCanary.over_refit`, if rows can be streamed."""
+        if self.streamed is None or self._canary is None:
+            return nullcontext(dict)
+        if engine.restarted_replicas() is not None:  # rows would wait for weights that only this refit brings
+            return nullcontext(dict)
+        return self.streamed.over_refit(self._canary, policy, engine)

@@ -1,20 +1,6 @@
-"""Chooses the transport that sends weights: one that both backends support, and where its ends meet on one machine.
+"""Weight transports: by reference, over shared memory, over a process group, and through files; and the choice of one.
 
-What the run checks of a weight transport in each refit: the return value of `push`, and the versions after it.
-
-Sends weights in buckets: the policy writes one while the generation backend loads the previous one.
-
-Weights by reference: policy and generation backend in one process compute with the same tensors; nothing is copied.
-
-Weights over a process group of the policy's rank 0 and all generation workers: gloo, or NCCL if each has its own GPU.
-
-Weights through files, for an engine that shares neither a node nor a process group with the policy.
-
-Two buckets are on disk at a time. A file is closed before the engine gets its name, so a network file system with close-to-open
-consistency is sufficient. The folder is removed after the refit; if the driver was killed, by the next refit with the same
-parent folder.
-
-Weights over shared memory of one node; on GPUs, over buffers in the memory of the common GPU.
+Except by reference, weights are sent in buckets: the policy writes one while the generation backend loads the previous one.
 """
 
 from __future__ import annotations
@@ -28,16 +14,15 @@ from contextlib import contextmanager
 from os import getpid
 from pathlib import Path
 from socket import gethostname
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar
 
 import psutil
 
-from rl_core.errors import BrokenPromiseError, DeadlineExceededError, MissingCapabilityError, RLCoreError, WeightSyncError
+from rl_core.errors import DeadlineExceededError, MissingCapabilityError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, TransportContext, WeightTransport
 from rl_core.plugins.component import capability_problem
 from rl_core.rendezvous.interfaces import free_port
-from rl_core.testing.outputs.models import class_label
 from rl_core.weights.collective import abort_rendezvous
 from rl_core.weights.manifest import manifest_to_send, tensor_bytes
 from rl_core.weights.shared_memory import sweep
@@ -91,45 +76,6 @@ def _listed(names: Iterable[str]) -> str:
 def free_loopback_port() -> tuple[str, int]:
     """This machine's loopback address and a port that is free now and that this process has not used before."""
     return "127.0.0.1", free_port("127.0.0.1")
-
-
-_SHOWN = 5
-
-
-def push_weights(transport: WeightTransport, policy: ColocatablePolicyInterface, engine: GenerationInterface) -> int:
-    """Push once; returns the bytes moved.
-
-    Raises:
-        BrokenPromiseError: `push` does not return a number of bytes.
-    """
-    moved: object = transport.push(policy, engine)
-    if not isinstance(moved, SupportsIndex):
-        raise BrokenPromiseError(
-            f"`push` of the weight transport {class_label(type(transport))} returned {moved!r}. It must return the number of "
-            "bytes moved, as an integer: 0 if nothing was copied."
-        )
-    return int(moved)
-
-
-def check_versions(transport: WeightTransport, policy: ColocatablePolicyInterface, engine: GenerationInterface) -> None:
-    """Check that the engine has the policy's weight version after a push.
-
-    Raises:
-        WeightSyncError: it has another one; names the tensors that are missing.
-    """
-    policy_version, engine_version = policy.weight_version, engine.weight_version
-    if policy_version == engine_version:
-        return
-    if engine_version < 0:
-        engine.weight_fingerprint()  # names the missing tensors if others have arrived
-    names = list(policy.prepare_refit_info() or ())
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    raise WeightSyncError(
-        f"After the refit the policy is at weight version {policy_version} and the generation backend at {engine_version}: "
-        + ("no weights arrived, or those of another step. " if engine_version >= 0 else "no weights arrived. ")
-        + f"`push` of the weight transport {class_label(type(transport))} must send all {len(names)} tensors in every refit "
-        f"({', '.join(names[:_SHOWN])}{more}). Resume the run from its last checkpoint."
-    )
 
 
 def push_buckets(
