@@ -1,6 +1,6 @@
-"""Stop signals: the first ends a run after the current step with a checkpoint, the second at once.
+"""What a run is told from outside and tells others: stop signals, and the event hooks of plugins.
 
-Calls the event hooks of plugins.
+The first signal ends a run after the current step with a checkpoint, the second at once.
 """
 
 from __future__ import annotations

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rl_core.cluster import daemons
 from rl_core.data.tokenizer import decode
-from rl_core.errors import ConfigError, NotSupportedError, RayDiedError, UserError
+from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.error_locations import with_location
 from rl_train.assembly.run_assembly import build_run, defaults_of
-from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.checkpoints.inputs import Inputs
-from rl_train.checkpoints.state import read_state, resumable_state
+from rl_train.checkpoints.manifest import read_state
+from rl_train.checkpoints.state import resumable_state
 from rl_train.config.device_defaults import precisions_of, saved_precisions, with_precisions
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.components import validates
@@ -33,7 +29,8 @@ from rl_train.config.schedules import schedule_changes
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
-from rl_train.launch.stopping import StopSignals, call_event
+from rl_train.launch.session import Session, open_session
+from rl_train.launch.stopping import call_event
 from rl_train.metrics.console import ConsoleLogger, SamplePrinter
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import progress_file, reported_start
@@ -43,15 +40,12 @@ from rl_train.run import Run
 from rl_train.run_folders.run_folder import (
     CONFIG,
     ResumePoint,
-    choose_start,
     lock_again_if_deleted,
-    lock_run_folder,
     write_origins,
 )
 from rl_train.run_folders.status import Status
 
 _log = logging.getLogger("rlcore")
-_OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,68 +96,66 @@ def train(
     manager = discover()
     registry = Registry(manager)
     loaded = load_config(config_path, overrides, registry=registry, stages=(Stage.STATIC, Stage.MACHINE))
-    config = loaded.run
-    resume = _checked_options(config, resume=resume, show_samples=show_samples, replay=replay)
-    with ExitStack() as exits:
-        start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)
-        start = lock_run_folder(start, config.checkpointing, exits)
-        exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
-        _print_if(console, f"run folder {start.folder}{start.name_note}")
-        if not config.checkpointing.enabled:
-            _print_if(console, "checkpointing.enabled is false: this is a new run, which cannot be resumed")
-        status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
-        stop = StopSignals(config.checkpointing.stop_grace_s)
-        exits.enter_context(_supervision(status, stop, loaded, start.folder))
-        loaded = _begin(start, loaded, manager)
-
-        def before_models(_: RunConfig, inputs: Inputs) -> None:
-            if start.checkpoint is not None:
-                resumable_state(
-                    start.checkpoint,
-                    loaded.redacted,
-                    config.algorithm_name,
-                    defaults=defaults_of(loaded),
-                    inputs=inputs,
-                    allow_config_change=allow_config_change,
-                )
-                status.building(config.algorithm.max_num_steps)
-            warn_if_too_large(config, registry)
-            _print_if(console, f"starting {_worker_names(config, samples=replay is None or validates(config))}")
-
-        with (
-            reported_start("starting workers and loading models:", partial(_print_if, console)) as describe,
-            progress_file(start.folder, describe),
-        ):
-            run = build_run(
-                loaded,
-                folder=start.folder,
-                registry=registry,
-                exits=exits,
-                before_models=before_models,
-                replay=replay,
-            )
+    resume = _checked_options(loaded.run, resume=resume, show_samples=show_samples, replay=replay)
+    with open_session(loaded, resume=resume, console=console, since=started) as session:
+        loaded = _begin(session.start, loaded, manager)
+        run = _build(session, loaded, registry, allow_config_change=allow_config_change, replay=replay)
         if run.checkpoints is not None:
-            lock_again_if_deleted(run.checkpoints.store, start, exits)
-            if start.checkpoint is not None:
-                _restore(run, start.checkpoint, allow_config_change=allow_config_change, console=console)
-                _move_later_checkpoints(run, console)
+            lock_again_if_deleted(run.checkpoints.store, session.start, session.exits)
+            if session.start.checkpoint is not None:
+                _restore(run, session, session.start.checkpoint, allow_config_change=allow_config_change)
+                _move_later_checkpoints(run, session)
         # With the choices made for the devices. Only now: a rejected config must not replace that of the run.
         write_origins(run.folder, with_precisions(loaded, precisions_of(run.config)), manager)
-        _print_if(console, f"ready after {time.perf_counter() - started:.0f} s")
-        _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
-        _report_start(run, manager, status, since=started)
+        session.show(f"ready after {time.perf_counter() - started:.0f} s")
+        _attach_loggers(run, session, loaded, show_samples=show_samples)
+        _report_start(run, manager, session.status, since=started)
         loop_started = time.perf_counter()
-        stop.end_after_step(run)
+        session.stop.end_after_step(run)
         with _report_end(run, manager):
-            loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
+            loaded.components[run.config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
     return RunResult(
-        folder=start.folder,
+        folder=run.folder,
         steps=run.config.algorithm.max_num_steps,
         resumed_from=run.first_step,
         seconds=ended - started,
         training_seconds=ended - loop_started + _trained_seconds(run.folder, up_to=run.first_step),
     )
+
+
+def _build(
+    session: Session, loaded: LoadedConfig, registry: Registry, *, allow_config_change: bool, replay: Path | None
+) -> Run:
+    """Build the run; a checkpoint that it cannot resume from is rejected before models are loaded."""
+    config, checkpoint = loaded.run, session.start.checkpoint
+
+    def before_models(_: RunConfig, inputs: Inputs) -> None:
+        if checkpoint is not None:
+            resumable_state(
+                checkpoint,
+                loaded.redacted,
+                config.algorithm_name,
+                defaults=defaults_of(loaded),
+                inputs=inputs,
+                allow_config_change=allow_config_change,
+            )
+            session.status.building(config.algorithm.max_num_steps)
+        warn_if_too_large(config, registry)
+        session.show(f"starting {_worker_names(config, samples=replay is None or validates(config))}")
+
+    with (
+        reported_start("starting workers and loading models:", session.show) as describe,
+        progress_file(session.start.folder, describe),
+    ):
+        return build_run(
+            loaded,
+            folder=session.start.folder,
+            registry=registry,
+            exits=session.exits,
+            before_models=before_models,
+            replay=replay,
+        )
 
 
 def _trained_seconds(folder: Path, *, up_to: int) -> float:
@@ -203,12 +195,12 @@ def _check_replay(folder: Path) -> None:
         )
 
 
-def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: bool) -> None:
+def _restore(run: Run, session: Session, checkpoint: Path, *, allow_config_change: bool) -> None:
     """Restore the run, and warn about differences from the config of the checkpoint."""
     assert run.checkpoints is not None
     # Its files were verified against their digests before the models were loaded.
     run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
-    _print_if(console, f"resumed from {checkpoint}: {run.first_step} steps done")
+    session.show(f"resumed from {checkpoint}: {run.first_step} steps done")
     if changes := run.checkpoints.changes():
         _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, changes)
     trained_steps = {}
@@ -219,7 +211,7 @@ def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: 
         _log.warning("%s", message)
 
 
-def _move_later_checkpoints(run: Run, console: bool) -> None:
+def _move_later_checkpoints(run: Run, session: Session) -> None:
     """Move checkpoints of later steps, and a copy of the metrics, to a folder that later resumes ignore."""
     assert run.checkpoints is not None
     archive = run.checkpoints.store.set_aside(after=run.first_step)
@@ -229,9 +221,7 @@ def _move_later_checkpoints(run: Run, console: bool) -> None:
     if metrics.is_file():
         shutil.copyfile(metrics, archive / METRICS)
     names = ", ".join(sorted(path.name for path in archive.glob("step_*")))
-    _print_if(
-        console, f"moved to {archive}: {names}, which are later than the step resumed from; delete them to free disk space"
-    )
+    session.show(f"moved to {archive}: {names}, which are later than the step resumed from; delete them to free disk space")
 
 
 def _worker_names(config: RunConfig, *, samples: bool) -> str:
@@ -243,13 +233,11 @@ def _worker_names(config: RunConfig, *, samples: bool) -> str:
     return ", ".join([*named, *(f"env {task}" for task in config.env if samples)])
 
 
-def _attach_loggers(
-    run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack, *, show_samples: int | None = None
-) -> None:
+def _attach_loggers(run: Run, session: Session, loaded: LoadedConfig, *, show_samples: int | None) -> None:
     files = JsonlLogger(run.folder, resume_from=run.first_step, token_text=lambda token: decode(run.tokenizer, [token]))
     always: list[Any] = [files]
     total = run.config.algorithm.max_num_steps
-    if console:
+    if session.console:
         screen = ConsoleLogger(
             total_steps=total,
             first_step=run.first_step,
@@ -260,9 +248,9 @@ def _attach_loggers(
         always.append(screen)
         if show_samples is not None:
             run.on_rollouts = SamplePrinter(show_samples, screen.show)
-    exits.enter_context(progress_file(run.folder, lambda: f"step {run.step}/{total}  {run.metrics.progress}"))
+    session.exits.enter_context(progress_file(run.folder, lambda: f"step {run.step}/{total}  {run.metrics.progress}"))
     for logger in always:
-        exits.callback(logger.finish)
+        session.exits.callback(logger.finish)
     run.loggers = [*always, *run.loggers]
     for logger in run.loggers:
         logger.log_hyperparams(loaded.redacted)
@@ -298,77 +286,3 @@ def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
         raise
     finally:
         call_event(manager, "rlcore_run_finished", run=run, error=error)
-
-
-@contextmanager
-def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
-    """Write rlcore's warnings to the screen, and all of its messages to logs/driver.log, without the config's secrets."""
-    (folder / "logs").mkdir(exist_ok=True)
-    file = _DriverLog(folder / "logs" / "driver.log", encoding="utf-8")
-    file.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
-    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _ScreenWarnings(redact)) for name in _OWN_LOGGERS)]
-    for logger, handler in handlers:
-        logger.addHandler(handler)
-    levels = {name: logging.getLogger(name).level for name in _OWN_LOGGERS}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        for logger, handler in handlers:
-            logger.removeHandler(handler)
-            with suppress(OSError):  # on a full disk the last lines are lost, but the error of the run is still reported
-                handler.close()
-
-
-class _DriverLog(logging.FileHandler):
-    """A log file that drops lines on a full disk, without a traceback on the screen for each."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Does nothing: the run reports a full disk once."""
-
-
-class _RedactingFormatter(logging.Formatter):
-    """Removes secrets from each record, including its traceback."""
-
-    def __init__(self, text: str, redact: Callable[[str], str]) -> None:
-        super().__init__(text)
-        self._redact = redact
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._redact(super().format(record))
-
-
-class _ScreenWarnings(logging.Handler):
-    """Warnings on the current standard error, which a live display may replace."""
-
-    def __init__(self, redact: Callable[[str], str]) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(_RedactingFormatter("warning: %(message)s", redact))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # the screen may be gone; the file has the warning too
-            print(self.format(record), file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _supervision(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
-    """Signals, status.json and error reporting; entered before all components are created, left after they are closed."""
-    reporting = daemons.watch_daemons(logs=folder / "logs", give_up=lambda error: _report_dead_cluster(status, error))
-    with status, explain_disk_errors(folder), with_location(loaded), stop.listen(), reporting:
-        yield
-
-
-def _report_dead_cluster(status: Status, error: RayDiedError) -> None:
-    """Report the error before the process exits, because the main thread is blocked by a Ray cluster that died."""
-    status.__exit__(type(error), error, None)
-    with suppress(OSError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def _print_if(console: bool, text: str) -> None:
-    if console:
-        with suppress(OSError):  # the screen may be gone
-            print(text, flush=True)
