@@ -1,21 +1,15 @@
-"""Compares the probabilities of tokens decoded one at a time with those of a full forward pass over the row.
+"""Checks of an engine: decoded log-probabilities are those of a full forward pass, and rows respect the length limit.
 
 There are two full passes: the engine's prefill (of the prompt and the beginning of its completion) and the policy's scoring
 pass. A difference from the first means a broken cache or kernel of the engine; one from the second, any difference between
-sampler and trainer, by range of positions.
-
-Checks that an engine respects its length limit, with prompts just below it and one that leaves no space for a completion.
-
-Tests of a model by its name: one policy and one engine in this process, built by their plugins.
-
-They raise if the model fails, so that a test can call them; pytest does not collect them.
+sampler and trainer, by range of positions. The functions `test_*` check a model by its name, in this process.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,6 +30,11 @@ if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 
+Precision = Literal["float32", "bfloat16"]
+
+USUAL_ERROR: dict[str, float] = {"float32": 1.001, "bfloat16": 1.05}
+"""Typical maximum of exp(mean |d|) if both sides compute in that data type."""
+_TEXTS = ("12+34=", "1, 2, 3, 4, 5, 6, 7,", "The answer is", "Once upon a time,")
 DECODE = "decode_against_prefill"
 POLICY = "engine_against_policy"
 _WHY_EQUAL = (
@@ -279,13 +278,6 @@ def _problem(output: BatchedDataDict[Any], row: int, prompt: torch.Tensor, limit
 # ruff: noqa: PT028 - these are functions with defaults for callers, whatever they are called
 
 
-Precision = Literal["float32", "bfloat16"]
-
-USUAL_ERROR: dict[str, float] = {"float32": 1.001, "bfloat16": 1.05}
-"""Typical maximum of exp(mean |d|) if both sides compute in that data type."""
-_TEXTS = ("12+34=", "1, 2, 3, 4, 5, 6, 7,", "The answer is", "Once upon a time,")
-
-
 def test_max_model_len_respected(
     model_name: str,
     *,
@@ -344,14 +336,7 @@ def test_generation_consistency(
     """
     allowed = threshold if threshold is not None else USUAL_ERROR[precision]
     total = 2 * max_new_tokens
-    rows = _prompts(model_name)
-    prompts: BatchedDataDict[Any] = BatchedDataDict(
-        {
-            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            "input_lengths": torch.tensor([len(row) for row in rows]),
-            "sample_seeds": torch.arange(len(rows)),
-        }
-    )
+    prompts = _batch(_prompts(model_name))
     with (
         _engine(model_name, backend, precision, cluster, total=total, new=max_new_tokens) as generation,
         _policy(model_name, policy_backend, precision, cluster, total=total) as policy,
@@ -377,30 +362,27 @@ def _prompts(model_name: str) -> list[torch.Tensor]:
     return [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _TEXTS]
 
 
-@contextmanager
 def _engine(
     model_name: str, backend: str, precision: Precision, cluster: RayVirtualCluster | None, *, total: int, new: int
-) -> Iterator[GenerationInterface]:
+) -> AbstractContextManager[GenerationInterface]:
     component = Registry(discover()).find("generation", backend)
-    model = component.load_config() or GenerationConfig
     asked = PolicyConfig(backend=backend, model_name=model_name, precision=precision, max_total_sequence_length=total)
-    section = model(backend=backend, max_new_tokens=new).for_policy(asked)
-    generation: GenerationInterface = component.load()(config=section, cluster=cluster, deadlines=None)
-    try:
-        yield generation
-    finally:
-        generation.shutdown()
+    section = (component.load_config() or GenerationConfig)(backend=backend, max_new_tokens=new).for_policy(asked)
+    return _until_shutdown(component.load()(config=section, cluster=cluster, deadlines=None))
 
 
-@contextmanager
 def _policy(
     model_name: str, backend: str, precision: Precision, cluster: RayVirtualCluster | None, *, total: int
-) -> Iterator[ColocatablePolicyInterface]:
+) -> AbstractContextManager[ColocatablePolicyInterface]:
     component = Registry(discover()).find("policy", backend)
     model = component.load_config() or PolicyConfig
     section = model(backend=backend, model_name=model_name, precision=precision, max_total_sequence_length=total)
-    policy: ColocatablePolicyInterface = component.load()(config=section, cluster=cluster, deadlines=None)
+    return _until_shutdown(component.load()(config=section, cluster=cluster, deadlines=None))
+
+
+@contextmanager
+def _until_shutdown(component: Any) -> Iterator[Any]:
     try:
-        yield policy
+        yield component
     finally:
-        policy.shutdown()
+        component.shutdown()

@@ -1,6 +1,6 @@
 """Finds embedding rows that were never trained, and embeddings that are not tied as the model's config says.
 
-Reads a policy's embeddings through its refit methods, which every backend has.
+A policy's embeddings are read through its refit methods, which every backend has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads tying and end tokens from a model's config files, without loading weights or running code that came with the model.
-
-The longest row that a model has positions for, from its config file.
-"""
+"""Reads tying, end tokens and the longest row from a model's config files, without weights and without the model's own code."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ engine, environments and cluster.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -127,7 +127,8 @@ class Trainer:
         self._own_loss = type(loss_fn) if isinstance(loss_fn, LossFunction) else None
         if self.config.checkpointing.enabled and folder is None:
             raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
-        self._check_conflicts()
+        for problem in self._conflicts():
+            raise ConfigError(problem)
         if tokenizer is not None and self.config.policy.tokenizer.chat_template_kwargs:
             raise ConfigError(
                 "policy.tokenizer.chat_template_kwargs has no effect on a tokenizer that is passed to the trainer: set "
@@ -238,59 +239,37 @@ class Trainer:
         }
         return load_config(sections, registry=self._registry, use=Use.PYTHON, stages=()).run
 
-    def _check_conflicts(self) -> None:
-        algorithm = self.config.algorithm
+    def _conflicts(self) -> Iterator[str]:
+        """What the given objects contradict, in words for arguments; the rules of a config name its keys instead."""
+        algorithm, name, trainer = self.config.algorithm, self.algorithm, type(self).__name__
+        companions = algorithm.runtime_needs.companions
         if algorithm.needs_generation and (self.generation is None or (algorithm.needs_rewards and not self._environments)):
-            raise ConfigError(
-                f"{self.algorithm} samples and scores: pass `generation`, and `reward_fns` or `environments`, to "
-                f"{type(self).__name__}."
-            )
-        if (self._functions is not None or self._reward_weights) and not (
-            algorithm.needs_rewards and algorithm.needs_generation
-        ):
-            raise ConfigError(f"{self.algorithm} does not use rewards: remove `reward_fns` and `reward_weights`.")
+            yield f"{name} samples and scores: pass `generation`, and `reward_fns` or `environments`, to {trainer}."
+        rewards = algorithm.needs_rewards and algorithm.needs_generation
+        if (self._functions is not None or self._reward_weights) and not rewards:
+            yield f"{name} does not use rewards: remove `reward_fns` and `reward_weights`."
         if self.generation is not None and self.generation.has_own_weights:
             key = getattr(self.config.policy.generation, "weights_key", None)
-            raise ConfigError(f"`generation`: {own_weights_refused(self.algorithm, type(self.generation).__name__, key)}")
-        self._check_teacher()
-        self._check_contracts()
-        if "value" in algorithm.runtime_needs.companions and self.value is None:
-            raise ConfigError(
-                f"{self.algorithm} has a critic: pass `value`, a model with head='scalar', to {type(self).__name__}."
-            )
-        self._check_temperatures()
-        self._check_turns()
-
-    def _check(self, config: RunConfig, *stages: Stage, **objects: Any) -> Preparation:
-        """What a config and existing objects give a run, after checking the rules of some stages."""
-        prepared = Preparation.of_objects(config, self._registry, tokenizer=self._tokenizer, **objects)
-        checked = CheckedConfig(run=config, registry=self._registry, use=Use.PYTHON)
-        check_before_start(RunFacts.of(checked, prepared=prepared), *stages)
-        return prepared
-
-    def _check_turns(self) -> None:
+            yield f"`generation`: {own_weights_refused(name, type(self.generation).__name__, key)}"
+        if ("teacher" in companions) != (self.teacher is not None):
+            yield f"{name} {'needs a teacher: pass' if self.teacher is None else 'does not use a teacher: remove'} `teacher`."
+        given = {"policy": self.policy, "value": self.value, "teacher": self.teacher, "policy.generation": self.generation}
+        for key, contract in model_contracts(self.config, self._loss_fn).items():
+            if given[key] is not None and (problem := contract.problem(type(given[key]))) is not None:
+                yield f"`{key.removeprefix('policy.')}`: {problem}"
+        if "value" in companions and self.value is None:
+            yield f"{name} has a critic: pass `value`, a model with head='scalar', to {trainer}."
+        yield from self._other_temperatures()
         for task, environment in self._environments.items():
             allowed, needed = self.config.max_turns[task], environment.min_turns
             if allowed < needed:
-                raise ConfigError(
+                yield (
                     f"Rollouts have at most {allowed} turn(s), but {type(environment).__name__} needs {needed} to give a "
                     f"reward. Set `max_rollout_turns` of the algorithm to {needed} or more."
                 )
 
-    def _check_contracts(self) -> None:
-        given = {"policy": self.policy, "value": self.value, "teacher": self.teacher, "policy.generation": self.generation}
-        for name, contract in model_contracts(self.config, self._loss_fn).items():
-            if given[name] is not None and (problem := contract.problem(type(given[name]))) is not None:
-                raise ConfigError(f"`{name.removeprefix('policy.')}`: {problem}")
-
-    def _check_teacher(self) -> None:
-        needs_teacher = "teacher" in self.config.algorithm.runtime_needs.companions
-        if needs_teacher != (self.teacher is not None):
-            action = "needs a teacher: pass" if needs_teacher else "does not use a teacher: remove"
-            raise ConfigError(f"{self.algorithm} {action} `teacher`.")
-
-    def _check_temperatures(self) -> None:
-        """Reject different temperatures. In a config file one key sets them all; here each model has its own."""
+    def _other_temperatures(self) -> Iterator[str]:
+        """Models that score at another temperature. In a config file one key sets them all; here each model has its own."""
         needed = self.config.scoring_temperature
         why = (
             f"`generation` samples at temperature {needed:g}"
@@ -300,10 +279,17 @@ class Trainer:
         for name, model in (("policy", self.policy), ("teacher", self.teacher)):
             section = getattr(model, "config", None)
             if isinstance(section, PolicyConfig) and section.head == "tokens" and section.scoring_temperature != needed:
-                raise ConfigError(
+                yield (
                     f"{why}, but the {name} scores tokens at {section.scoring_temperature:g}: every log-probability would be "
                     f"from another distribution. Create the {name} with `generation={{'temperature': {needed:g}}}`."
                 )
+
+    def _check(self, config: RunConfig, *stages: Stage, **objects: Any) -> Preparation:
+        """What a config and existing objects give a run, after checking the rules of some stages."""
+        prepared = Preparation.of_objects(config, self._registry, tokenizer=self._tokenizer, **objects)
+        checked = CheckedConfig(run=config, registry=self._registry, use=Use.PYTHON)
+        check_before_start(RunFacts.of(checked, prepared=prepared), *stages)
+        return prepared
 
 
 def _for_dataset(algorithm: AlgorithmConfig, train: Source) -> AlgorithmConfig:
