@@ -1,12 +1,8 @@
 """What decides the result of a run in addition to its config: user code, models, templates and data, as digests.
 
-Differences between the config of a checkpoint and the current one, and which of them a resume allows.
-
-Digests of the code that a config names: its file, and the files that this imports from the same folder or package.
-
-Comments, docstrings and formatting do not count, because the digests are those of syntax trees.
-
-Digests of the models and files that a config names, in seconds for models of any size.
+They are compared when a run is resumed, as is its config. User code is the file that the config names, and the files that it
+imports from the same folder or package; digests are of their syntax trees, so comments, docstrings and formatting do not count.
+Digests of models and data take seconds for files of any size.
 """
 
 from __future__ import annotations

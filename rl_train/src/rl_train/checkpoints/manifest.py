@@ -1,9 +1,8 @@
 """The manifest of a checkpoint: its step, its metrics, and the size and digest of every file in it.
 
-The digest is xxh3_128: it detects damage (a flipped bit, a truncated file), not tampering. It reads 5.5 GiB per CPU-second;
-SHA-256 reads 0.9 and BLAKE2b 0.4 (benchmarks/checkpoint_digests.py). The manifest also has a digest of itself.
-
-Finds damaged files of a checkpoint before anything is loaded from it, and the next older checkpoint without damage.
+Files are compared with it before anything is loaded from them. The digest is xxh3_128: it detects damage (a flipped bit, a
+truncated file), not tampering. It reads 5.5 GiB per CPU-second; SHA-256 reads 0.9 and BLAKE2b 0.4
+(benchmarks/checkpoint_digests.py). The manifest also has a digest of itself.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from rl_train.checkpoints.inputs import (
     inputs_in,
     refuse_changes,
 )
-from rl_train.checkpoints.manifest import damage_error, verify_checkpoint
-from rl_train.checkpoints.manifest import read_state as read_state
+from rl_train.checkpoints.manifest import damage_error, read_state, verify_checkpoint
 from rl_train.checkpoints.published_files import carry_over_config, carry_over_tokenizer
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.training_checks.gradients import check_equal_ranks

@@ -1,8 +1,7 @@
-"""Writes step folders atomically: under another name, synced, then renamed. The caller writes their content.
+"""The checkpoint folder of a run: step folders, who owns it, which steps are kept, and the time limit of a run.
 
-Ownership of run and checkpoint folders: by a run (`run.json`), and by a process (`.lock`).
-
-Decides whether a run with a time limit can start another step. Does not read the clock.
+Step folders are written atomically: under another name, synced, then renamed. The caller writes their content. A folder is
+owned by a run (`run.json`), and by a process (`.lock`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Console output of a run: a live display on a terminal, one line per step when redirected.
-
-Shows one prompt of a step with its best and its worst sample (`rlcore train --show-samples STEPS`).
-"""
+"""Console output of a run: a live display on a terminal, one line per step when redirected, and samples of a prompt."""
 
 from __future__ import annotations
 

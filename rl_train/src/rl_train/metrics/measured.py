@@ -1,11 +1,7 @@
-"""Collects the metrics of one step.
-
-Peak memory of the processes of models and engine, by phase of a step.
+"""The metrics of one step, the peak memory of its phases, and the FLOP/s of its training.
 
 A worker reports the most memory that was in use since it was last asked. Workers run calls in order, so asking at the end of a
 phase measures that phase. The answers are awaited with the metrics of the step, so a phase does not wait for them.
-
-Model FLOP/s in training, and the fraction of the device's peak that they are (MFU).
 """
 
 from __future__ import annotations

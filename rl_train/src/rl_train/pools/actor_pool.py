@@ -2,8 +2,6 @@
 
 State that an actor keeps between calls is lost with it, so workers should be stateless, or nearly so. A thread per pool assigns
 calls to actors, so calls may be submitted from any thread, and none waits for calls that were submitted together with it.
-
-The state of an actor pool: submitted calls, and the actors that run them.
 """
 
 from __future__ import annotations

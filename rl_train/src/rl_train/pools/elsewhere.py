@@ -1,8 +1,6 @@
 """Environments and agents that run with another interpreter (`env.<task>.python`), which the driver does not import.
 
 Backends that do are imported by the driver as well; it only asks whether their workers can be.
-
-The worker that runs agents with another interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A pool of workers that run independent calls: its interface, and a pool of one object in this process.
-
-An event loop that pauses for blocking calls, so that code of users never runs inside of it.
-"""
+"""A pool of workers that run independent calls: its interface, a pool of one object in this process, and its event loop."""
 
 from __future__ import annotations
 

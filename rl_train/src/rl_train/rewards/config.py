@@ -1,7 +1,4 @@
-"""The section of an environment whose rewards are plain functions. Does not import torch.
-
-The sections of tasks whose agents return the reward. Does not import torch.
-"""
+"""Sections of environments whose rewards are plain functions or returned by agents. Does not import torch."""
 
 from __future__ import annotations
 

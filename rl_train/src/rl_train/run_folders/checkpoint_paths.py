@@ -1,6 +1,6 @@
-"""Finds the weights at a path: a step folder, a run folder or a Hugging Face model folder. Does not load them.
+"""Finds the weights at a path: a step folder, a run folder or a Transformers model folder, which is checked as data.
 
-Checks and copies a Transformers model folder as data, without running code or loading tensors.
+Weights are not loaded, and no code of a model runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rl_core.errors import CheckpointError
 from rl_core.plugins.component import did_you_mean
 from rl_core.training.loaded_model import check_files
 from rl_train.checkpoints.inputs import base_weights, input_changes, inputs_in, path_digests
-from rl_train.checkpoints.manifest import damage_error, read_manifest, verify_checkpoint
-from rl_train.checkpoints.state import read_state
+from rl_train.checkpoints.manifest import damage_error, read_manifest, read_state, verify_checkpoint
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.run_folders.run_folder import CONFIG
 

@@ -19,9 +19,8 @@ from rl_core.interfaces.conversion import Conversion
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.checkpoints.manifest import damage_error, verify_checkpoint
+from rl_train.checkpoints.manifest import damage_error, read_state, verify_checkpoint
 from rl_train.checkpoints.published_files import carry_over_config
-from rl_train.checkpoints.state import read_state
 from rl_train.run_folders.checkpoint_paths import check_model, copy_model, left_out, needed_code, other_base
 
 HF = "hf"

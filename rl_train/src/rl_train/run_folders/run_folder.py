@@ -1,7 +1,4 @@
-"""Run folders: which one a run writes to, which checkpoint it resumes from, and the locks on what it writes.
-
-Writes the provenance of a run to its folder: the config, the origin of each value, and the installed versions.
-"""
+"""Run folders: which one a run writes to, which checkpoint it resumes from, the locks on what it writes, and its provenance."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from rl_core.errors import CheckpointError, UserError
 from rl_core.plugins.component import Status
 from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.plugins.manager import PluginManager
-from rl_train.checkpoints.state import read_state
+from rl_train.checkpoints.manifest import read_state
 from rl_train.checkpoints.store import (
     ABANDONED,
     CheckpointStore,
@@ -38,7 +35,7 @@ from rl_train.checkpoints.store import (
 )
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.schema import CheckpointingConfig, RunConfig
-from rl_train.config.sources import PROVENANCE as PROVENANCE
+from rl_train.config.sources import PROVENANCE
 from rl_train.config.values import Origin
 from rl_train.run_folders.status import BUILDING, STATUS
 

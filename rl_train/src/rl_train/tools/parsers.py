@@ -1,6 +1,6 @@
 """Parses the tool calls in a model's message, in the formats of current chat templates.
 
-Chooses the parser of a model's tool calls: the tokenizer's own, or the one that reads what the chat template writes.
+The parser is the tokenizer's own, or the one that reads what the chat template writes.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ The rule, with d = |log p of the engine - log p of the policy| for sampled token
   step's mean, and the canary decides again after `PAUSE` steps at the earliest.
 - Always: values are finite, mean d is at most `LARGEST_MEAN` over `MEAN_TOKENS` tokens, and that of each row at most
   `LARGEST_ROW` over `ROW_TOKENS`.
-
-The error of a step in which log-probabilities differ by more than their limits.
 """
 
 from __future__ import annotations

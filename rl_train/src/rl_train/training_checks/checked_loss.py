@@ -2,9 +2,8 @@
 
 It runs in the policy's workers, where the loss is computed. Its numbers are metrics like those of the loss, so they are reduced
 over microbatches and ranks by the policy; all of them stay on the device. A step that may be beyond a limit is held: its loss
-is NaN, so every policy refuses it on all ranks, with the weights unchanged. The numbers of the whole step then decide.
-
-Checks that a policy computed the loss of every row once, with the normalizers of the whole optimizer step.
+is NaN, so every policy refuses it on all ranks, with the weights unchanged. The numbers of the whole step then decide. They
+also show whether the loss of every row was computed once, with the normalizers of the whole optimizer step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks that the whole gradient of a loss reaches the weights, and that a reported gradient of zero is one.
-
-Checks that optimizer steps change the weights, and that ranks with the same shard have the same weights.
-"""
+"""Checks that the whole gradient of a loss reaches the weights, that optimizer steps change them, and that ranks agree."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.policy import LossFunction, Reduction, TrainableInterface, WeightSample
-from rl_train.weight_sync.canary import STEPS
+from rl_train.weight_sync.sender import STEPS
 
 NEGLIGIBLE = 1e-9
 """A reported gradient norm up to which the gradient of the loss is computed, to see whether it is zero too."""

@@ -1,7 +1,4 @@
-"""Answers that should be rewarded, and answers that should not: the checks of rewards in `rlcore check env`.
-
-Results of the checks of an environment.
-"""
+"""Answers that should be rewarded, and answers that should not: the checks of rewards in `rlcore check env`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks an environment without a model (`rlcore check env`): the checks of the conformance kit, turns, and rewards.
 
-How many expected answers of a run's data its environments reward: what they cannot parse can never be learned.
+What an environment cannot parse can never be learned, so it also counts how many expected answers of the data are rewarded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Plays rollouts against an environment without a model (`rlcore env play`): a person, a script or a random player answers.
-
-An environment and rows for it, without a model: for `rlcore check env` and `rlcore env play`.
-"""
+"""Plays rollouts against an environment without a model (`rlcore env play`): a person, a script or a random player answers."""
 
 from __future__ import annotations
 
