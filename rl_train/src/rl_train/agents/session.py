@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -64,7 +64,7 @@ class AgentSession:
 
         Long texts are tokenized and decoded in separate threads, because the caller's event loop also serves other agents.
         """
-        prompt = await in_thread(partial(self._tokens_before, request), name="agent-text")
+        prompt, report = await in_thread(partial(self._tokens_before, request), name="agent-text"), request.on_tokens
         with self._lock:
             new_tokens = self._begin(len(prompt), request.max_new_tokens)
         sampling = asyncio.run_coroutine_threadsafe(
@@ -73,7 +73,7 @@ class AgentSession:
                 stop_strings=list(request.stop_strings) or None,
                 messages=request.messages,
                 max_new_tokens=new_tokens,
-                on_tokens=_as_reported(request.on_tokens, prompt),
+                on_tokens=None if report is None else lambda turn: report(_agent_turn(prompt, turn)),
             ),
             self._loop,
         )
@@ -166,10 +166,6 @@ class AgentSession:
 def failed_by_engine(error: Exception | None) -> bool:
     """Whether an error of the engine concerns more than one rollout."""
     return error is not None and not isinstance(error, StepFailedError | AgentLimitError | AgentSessionEndedError)
-
-
-def _as_reported(report: Callable[[AgentTurn], None] | None, prompt: list[int]) -> Callable[[SampledTurn], None] | None:
-    return None if report is None else lambda turn: report(_agent_turn(prompt, turn))
 
 
 def _agent_turn(prompt: list[int], turn: SampledTurn) -> AgentTurn:

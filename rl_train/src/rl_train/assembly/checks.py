@@ -33,6 +33,8 @@ from rl_train.rewards.environment import load_functions, row_of
 from rl_train.rewards.functions import RewardFunction, RewardFunctionError
 
 _log = logging.getLogger("rlcore")
+_TRIED_ROWS = 16
+"""Number of rows that are tried if no function gives a reward for the first one."""
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
@@ -230,10 +232,6 @@ def _own_lengths(section: Section) -> Iterator[tuple[KeyPath, int]]:
 def _backend_sections(section: Section) -> Iterator[tuple[str, Any]]:
     """The sections `<backend>_cfg` within a section."""
     return ((key, getattr(section, key)) for key in type(section).model_fields if key.endswith("_cfg"))
-
-
-_TRIED_ROWS = 16
-"""Number of rows that are tried if no function gives a reward for the first one."""
 
 
 def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> RunConfig:

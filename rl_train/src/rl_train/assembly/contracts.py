@@ -35,6 +35,24 @@ _REFERENCE = "get_reference_policy_logprobs"
 _WEIGHT_STATE = ("weight_version", "weight_fingerprint")
 _REFIT = ("prepare_refit_info", "invalidate_kv_cache", *_WEIGHT_STATE)
 """What weight synchronization calls on every engine."""
+_PAGES: Mapping[type, str] = {
+    GenerationInterface: "write_a_generation_backend",
+    LossFunction: "write_an_algorithm",
+    Logger: "write_a_logger",
+    WeightTransport: "write_a_weight_transport",
+}
+MODEL_ARGUMENTS = ("config", "cluster", "deadlines")
+_BY_HANDLES = (Capability.BY_REFERENCE, Capability.SHARED_MEMORY, Capability.DISK)
+_WEIGHTS_BY: Mapping[Kind, Mapping[str, str]] = {
+    Kind.POLICY: {
+        **dict.fromkeys(_BY_HANDLES, "get_weights_ipc_handles"),
+        Capability.COLLECTIVE: "broadcast_weights_for_collective",
+    },
+    Kind.GENERATION: {
+        **dict.fromkeys(_BY_HANDLES, "update_weights"),
+        Capability.COLLECTIVE: "update_weights_from_collective",
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +98,6 @@ class Contract:
         return next((page for base, page in _PAGES.items() if base in self.bases), "write_a_policy")
 
 
-_PAGES: Mapping[type, str] = {
-    GenerationInterface: "write_a_generation_backend",
-    LossFunction: "write_an_algorithm",
-    Logger: "write_a_logger",
-    WeightTransport: "write_a_weight_transport",
-}
-
-
-MODEL_ARGUMENTS = ("config", "cluster", "deadlines")
 CONTRACTS: Mapping[Kind, Contract] = {
     Kind.POLICY: Contract(bases=(PolicyInterface, ValueInterface), arguments=MODEL_ARGUMENTS),
     Kind.GENERATION: Contract(bases=(GenerationInterface,), arguments=MODEL_ARGUMENTS),
@@ -180,19 +189,6 @@ def capabilities_of(component: Component) -> tuple[str, ...]:
     if (problem := capability_problem(capabilities)) is not None:
         raise ConfigError(f"{component.name}: {problem}")
     return capabilities
-
-
-_BY_HANDLES = (Capability.BY_REFERENCE, Capability.SHARED_MEMORY, Capability.DISK)
-_WEIGHTS_BY: Mapping[Kind, Mapping[str, str]] = {
-    Kind.POLICY: {
-        **dict.fromkeys(_BY_HANDLES, "get_weights_ipc_handles"),
-        Capability.COLLECTIVE: "broadcast_weights_for_collective",
-    },
-    Kind.GENERATION: {
-        **dict.fromkeys(_BY_HANDLES, "update_weights"),
-        Capability.COLLECTIVE: "update_weights_from_collective",
-    },
-}
 
 
 def check_capabilities(created: Any, kind: Kind, declared: Collection[str]) -> None:

@@ -20,6 +20,8 @@ from rl_train.config.loader import LoadedConfig, LocatedConfig
 from rl_train.config.slots import COMPANIONS
 
 _log = logging.getLogger("rlcore")
+_OF_RESOURCES = ("OutOfMemoryError", "MemoryError")
+"""Errors whose cause is not the line that raised them."""
 
 
 @contextmanager
@@ -109,10 +111,6 @@ def _located(error: UserError, path: KeyPath, loaded: LocatedConfig) -> Problem:
     message = str(error)
     repeated = next((prefix for prefix in prefixes if message.startswith(prefix)), "")
     return Problem(location=loaded.location_of(path), path=path, message=message.removeprefix(repeated))
-
-
-_OF_RESOURCES = ("OutOfMemoryError", "MemoryError")
-"""Errors whose cause is not the line that raised them."""
 
 
 def problem_in_user_code(error: WorkerError, loaded: LoadedConfig) -> Problem | None:

@@ -36,6 +36,7 @@ from rl_train.user_code import reporting_errors
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 _log = logging.getLogger("rlcore")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def make_collector(
@@ -177,9 +178,6 @@ def loss_of(config: RunConfig, registry: Registry) -> LossFunction:
         raise ConfigError(f"loss_fn.name is required. {config.algorithm_name} has no default loss.")
     with with_key("loss_fn"):
         return make_loss(registry.find("loss", name), config.loss_fn)
-
-
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def watch_training(run: Run, builder: Builder) -> None:

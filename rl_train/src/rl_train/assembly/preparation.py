@@ -41,6 +41,8 @@ from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
 _log = logging.getLogger("rlcore")
+_NOT_COMPARED: Final = ("python", "refit_folder")
+"""Names of keys with a path that does not decide the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +269,6 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
         return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
     conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
     return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)
-
-
-_NOT_COMPARED: Final = ("python", "refit_folder")
-"""Names of keys with a path that does not decide the result."""
 
 
 def inputs_of(loaded: LoadedConfig, prepared: Preparation, *, only: tuple[str, ...] = ("",)) -> Inputs:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.section import Devices
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.process_seed import seed_process
@@ -99,8 +98,9 @@ def build_run(
     seed_process(config.algorithm.seed)
     inputs = inputs_of(loaded, prepared) if config.checkpointing.enabled else {}
     before_models(config, inputs)
+    groups = 1 + (not config.engine_has_own_resources) + sum(getattr(config, name) is not None for name in COMPANIONS)
     with with_key("cluster"):
-        cluster = _cluster(config, exits)
+        cluster = make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
     defaults = defaults_of(loaded)
     config = resolve_precision(config, cluster)
     loaded = with_precisions(loaded, precisions_of(config))
@@ -288,37 +288,28 @@ def _model_flops(config: RunConfig, policy: object) -> ModelFlops | None:
 
 
 def _validation_sets(config: RunConfig, loaders: DataLoaders, collector: Collector | None) -> list[ValidationSet]:
-    prompts = loaders.validation_prompts if collector is not None else {}
+    algorithm, generation = config.algorithm, config.policy.generation
+    evaluations = {
+        name: Evaluation(
+            collector=collector,
+            prompts=prompts,
+            max_samples=algorithm.max_val_samples,
+            samples_per_prompt=algorithm.runtime_needs.val_samples_per_prompt,
+            greedy=generation is not None and generation.val_temperature == 0.0,
+        )
+        for name, prompts in loaders.validation_prompts.items()
+        if collector is not None
+    }
+    periods = {name: each.val_period for name, each in config.data.validation_sets.items() if each.val_period is not None}
     return [
         ValidationSet(
             name=name,
-            val_period=_val_period(config, name),
-            evaluation=_evaluation(config, collector, prompts[name]) if collector is not None and name in prompts else None,
+            val_period=periods.get(name, algorithm.val_period),
+            evaluation=evaluations.get(name),
             batches=loaders.validation_batches.get(name),
         )
-        for name in dict.fromkeys([*prompts, *loaders.validation_batches])
+        for name in dict.fromkeys([*evaluations, *loaders.validation_batches])
     ]
-
-
-def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoader) -> Evaluation:
-    return Evaluation(
-        collector=collector,
-        prompts=prompts,
-        max_samples=config.algorithm.max_val_samples,
-        samples_per_prompt=config.algorithm.runtime_needs.val_samples_per_prompt,
-        greedy=config.policy.generation is not None and config.policy.generation.val_temperature == 0.0,
-    )
-
-
-def _val_period(config: RunConfig, name: str) -> int:
-    period = config.data.validation_sets[name].val_period if name else None
-    return config.algorithm.val_period if period is None else period
-
-
-def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
-    companions = sum(getattr(config, name) is not None for name in COMPANIONS)
-    groups = 1 + (not config.engine_has_own_resources) + companions
-    return make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
 
 
 def _checkpoints(

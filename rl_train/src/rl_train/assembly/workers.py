@@ -20,7 +20,7 @@ from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import constructor_config, first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
@@ -149,10 +149,7 @@ class Builder:
 
     def policy(self) -> ColocatablePolicyInterface:
         """The policy; it loads in the background."""
-        component = self.registry.find("policy", self.run.policy.backend)
-        section = self._scoring(with_schedule_lengths(self.run).policy)
-        policy: ColocatablePolicyInterface = self._create(component, Kind.POLICY, "policy.backend", config=section)
-        self.exits.callback(policy.shutdown)
+        policy: ColocatablePolicyInterface = self._model("policy.backend", with_schedule_lengths(self.run).policy)
         return policy
 
     def companions(self) -> dict[str, DistributedPolicy]:
@@ -160,39 +157,33 @@ class Builder:
 
         They score tokens at the policy's temperature.
         """
-        companions: dict[str, DistributedPolicy] = {}
-        for name in COMPANIONS:
-            section = getattr(with_schedule_lengths(self.run), name)
-            if section is not None:
-                section = self._scoring(section)
-                component = self.registry.find("policy", section.backend)
-                companions[name] = self._create(component, Kind.POLICY, f"{name}.backend", config=section, name=name)
-                self.exits.callback(companions[name].shutdown)
-        return companions
+        run = with_schedule_lengths(self.run)
+        sections = {name: section for name in COMPANIONS if (section := getattr(run, name)) is not None}
+        return {name: self._model(f"{name}.backend", section, name=name) for name, section in sections.items()}
 
     @property
     def temperature(self) -> float:
+        """Temperature at which models score tokens."""
         return self.run.scoring_temperature if self.scoring_temperature is None else self.scoring_temperature
 
-    def _scoring(self, section: PolicyConfig) -> PolicyConfig:
-        """A model's section with the temperature at which its workers score tokens."""
+    def _model(self, key: str, section: PolicyConfig, **arguments: Any) -> Any:
+        """A model whose workers score tokens at `temperature`."""
         generation = self.run.policy.generation
-        if generation is None:
-            return section
-        return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self.temperature})})
+        if generation is not None:
+            scoring = generation.model_copy(update={"temperature": self.temperature})
+            section = section.model_copy(update={"generation": scoring})
+        return self._create(Kind.POLICY, key, section.backend, config=section, **arguments)
 
     def generation(self) -> GenerationInterface:
         """The engine; it loads in the background."""
         section = self._engine_section
-        component = self.registry.find("generation", section.backend)
         generation: GenerationInterface = self._create(
-            component,
             Kind.GENERATION,
             "policy.generation.backend",
+            section.backend,
             config=section.for_policy(self.run.policy),
             cluster=self.engine_cluster,
         )
-        self.exits.callback(generation.shutdown)
         return generation
 
     @property
@@ -205,8 +196,9 @@ class Builder:
     def _environments(self) -> dict[str, EnvironmentInterface]:
         return make_environments(self.run, self.registry, self.exits, self.cluster)
 
-    def _create(self, component: Component, kind: Kind, key: str, **arguments: Any) -> Any:
-        """A model or an engine; it loads in the background."""
+    def _create(self, kind: Kind, key: str, backend: str, **arguments: Any) -> Any:
+        """A model or an engine; it loads in the background until `exits` closes it."""
+        component = self.registry.find(kind, backend)
         arguments = {"cluster": self.cluster, "deadlines": self.run.cluster.deadlines, **arguments}
         target = component.load()
         with with_key(key):
@@ -220,6 +212,7 @@ class Builder:
             except ConfigError:
                 created.shutdown()
                 raise
+        self.exits.callback(created.shutdown)
         return created
 
 

@@ -30,6 +30,8 @@ _COMPLETE = ".complete"
 _PARTIAL = ".partial"
 ABANDONED = "abandoned_"
 """Prefix of folders with checkpoints that a resume from an earlier step has moved away."""
+RUN = "run.json"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,8 @@ class CheckpointStore:
             partial.mkdir()
             fill(partial)
             write_manifest(partial, step=step, metrics=metrics)
-            _sync_tree(partial)
+            for path in [*partial.rglob("*"), partial]:
+                sync(path)
         except BaseException as error:
             explained = write_error(error, step=step, folder=self.folder, latest=self.latest())
             shutil.rmtree(partial, ignore_errors=True)
@@ -275,15 +278,6 @@ def _delete(folder: Path) -> None:
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
-
-
-RUN = "run.json"
-LOCK = ".lock"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,9 @@ from rl_train.config.slots import SectionSchema
 from rl_train.pools.component_probe import check_environment_class
 from rl_train.pools.elsewhere import agent_signature, check_backend_elsewhere, environment_elsewhere
 
+_FILES = tuple(f"{name}.{key}" for name in MODELS for key in ("model_name", "tokenizer.name"))
+_SCHEDULES = ("data", "algorithm", "policy.scheduler", "value.scheduler", "policy.train_global_batch_size", "cluster")
+
 
 @rule("every component", stage=Stage.IMPORTED, each=each_component)
 def components_can_be_imported(config: RunFacts, path: KeyPath, part: SectionSchema, component: Component) -> Iterator[Problem]:
@@ -153,9 +156,6 @@ def logger_classes_keep_their_contract(config: RunFacts) -> Iterator[Problem]:
             yield Problem(("logger", "loggers", name), problem)
 
 
-_FILES = tuple(f"{name}.{key}" for name in MODELS for key in ("model_name", "tokenizer.name"))
-
-
 def _each_source(config: RunFacts) -> Iterator[tuple[KeyPath, str]]:
     """The first key of each model and tokenizer, and its name: one that several sections name is one mistake."""
     sources: dict[str, KeyPath] = {}
@@ -236,9 +236,6 @@ def end_of_sequence_token_is_of_the_model(config: RunFacts) -> None:
     generation = config.run.policy.generation
     if generation is not None and (generation.model_name is None or config.missing_source(generation.model_name) is None):
         refuse_other_end_tokens(config.run)
-
-
-_SCHEDULES = ("data", "algorithm", "policy.scheduler", "value.scheduler", "policy.train_global_batch_size", "cluster")
 
 
 @rule("data", "policy", "algorithm", "env", stage=Stage.DATA, applies_to=TRAINING | {Use.EVAL})
