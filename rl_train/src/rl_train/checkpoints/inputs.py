@@ -35,6 +35,47 @@ _MOST_NAMED: Final = 3
 
 Inputs = Mapping[str, Mapping[str, str]]
 """The digests of what the value of a config key refers to, by key and by name, such as `score in my_rewards.py`."""
+FREE_TO_CHANGE = (
+    "logger.",
+    "checkpointing.",
+    "cluster.",
+    "data.validation.",
+    "data.validation_sets.",
+    "data.val_data_path",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "value.train_micro_batch_size",
+    "value.logprob_batch_size",
+    "policy.generation.max_restarts",
+    "policy.generation.val_temperature",
+    "rollout.retries",
+    "rollout.max_failed_share",
+    "policy.generation.refit_canary",
+    "policy.generation.canary_tolerance",
+)
+"""Prefixes of config keys that a resume may change without confirmation: how or how long a run continues, not what it is."""
+FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "max_val_samples", "val_")
+"""The same, within the algorithm's section."""
+FIXED = {
+    "policy.optimizer.name": "the state of one optimizer cannot be loaded into another",
+    "value.optimizer.name": "the state of one optimizer cannot be loaded into another",
+}
+"""Keys that no resume can change, and why."""
+_FIXED_ROWS = "the order of the data cannot continue with other rows: some would be seen twice and others never"
+_REFERENCE: Final = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
+_OURS: Final = ("rl_core", "rl_train", "rl_backends_", "rl_envs", "rl_sandbox", "rl_serve", "rlcore_cli")
+_INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_WHOLE: Final = 1 << 30
+"""Bytes of a model or file, 0.2 CPU-seconds: of a larger one, only blocks of each tensor or file are read."""
+_JSON: Final = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "chat_template.json"),
+)
+"""JSON files of a model that decide what is loaded, except for the list of shards."""
+_BLOCK: Final = 1 << 12
+_BLOCKS_OF_TENSOR: Final = 3
+_BLOCKS_OF_FILE: Final = 256
+_CHUNK: Final = 1 << 24
 
 
 def inputs_in(state: Mapping[str, Any]) -> Inputs:
@@ -55,37 +96,6 @@ def input_changes(old: Inputs, new: Inputs) -> dict[str, str]:
             more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             changes[key] = ", ".join(shown[:_MOST_NAMED]) + more
     return changes
-
-
-FREE_TO_CHANGE = (
-    "logger.",
-    "checkpointing.",
-    "cluster.",
-    "data.validation.",
-    "data.validation_sets.",
-    "data.val_data_path",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "value.train_micro_batch_size",
-    "value.logprob_batch_size",
-    "policy.generation.max_restarts",
-    "policy.generation.val_temperature",
-    "rollout.retries",
-    "rollout.max_failed_share",
-    "policy.generation.refit_canary",
-    "policy.generation.canary_tolerance",
-)
-"""Prefixes of config keys that a resume may change without confirmation: how or how long a run continues, not what it is."""
-
-FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "max_val_samples", "val_")
-"""The same, within the algorithm's section."""
-
-FIXED = {
-    "policy.optimizer.name": "the state of one optimizer cannot be loaded into another",
-    "value.optimizer.name": "the state of one optimizer cannot be loaded into another",
-}
-"""Keys that no resume can change, and why."""
-_FIXED_ROWS = "the order of the data cannot continue with other rows: some would be seen twice and others never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +233,6 @@ def _format(value: Any) -> str:
     return "absent" if value is None else repr(value)
 
 
-_REFERENCE: Final = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
-_OURS: Final = ("rl_core", "rl_train", "rl_backends_", "rl_envs", "rl_sandbox", "rl_serve", "rlcore_cli")
-_INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
 def source_digests(reference: str) -> dict[str, str]:
     """The digest of each definition of the files, by a name such as `score in my_rewards.py`.
 
@@ -335,19 +340,6 @@ def _form(tree: ast.AST) -> str:
         fields = [f"{name}={shown(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
         lines.append(f"{type(node).__name__} {' '.join(fields)}")
     return "\n".join(lines)
-
-
-_WHOLE: Final = 1 << 30
-"""Bytes of a model or file, 0.2 CPU-seconds: of a larger one, only blocks of each tensor or file are read."""
-_JSON: Final = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "chat_template.json"),
-)
-"""JSON files of a model that decide what is loaded, except for the list of shards."""
-_BLOCK: Final = 1 << 12
-_BLOCKS_OF_TENSOR: Final = 3
-_BLOCKS_OF_FILE: Final = 256
-_CHUNK: Final = 1 << 24
 
 
 def path_digests(path: str) -> dict[str, str]:

@@ -26,6 +26,10 @@ _FORMAT: Final = 2
 _FORMAT_1_KEYS: Final = {"step", "metrics"}
 """Format 1 had neither a format number nor digests."""
 _MAX_THREADS: Final = 8
+STATE: Final = "state.json"
+STEP_FOLDER: Final = re.compile(r"^step_(\d{6,})(?:\.complete)?$")
+_STATE_FORM: Final[Mapping[str, type]] = {"step": int, "resumable": bool, "parts": dict, "config": dict}
+_MAX_LISTED: Final = 6
 
 
 class DamagedFileError(CheckpointError):
@@ -145,12 +149,6 @@ def _no_manifest(checkpoint: Path) -> str:
     return f"{checkpoint} is not a checkpoint: it has no {MANIFEST} (it contains: {', '.join(there) or 'nothing'})." + (
         f" It is a run folder: use {steps[-1]}." if steps else " Give a folder such as runs/NAME/checkpoints/step_000010."
     )
-
-
-STATE: Final = "state.json"
-STEP_FOLDER: Final = re.compile(r"^step_(\d{6,})(?:\.complete)?$")
-_STATE_FORM: Final[Mapping[str, type]] = {"step": int, "resumable": bool, "parts": dict, "config": dict}
-_MAX_LISTED: Final = 6
 
 
 def verify_checkpoint(checkpoint: Path, *, only: Collection[str] | None = None) -> None:

@@ -27,6 +27,9 @@ _FAR = math.log(3.0)
 _SPREADS = 6.0
 """Robust standard deviations (1.4826 times the median absolute deviation) of the logarithm of the norms."""
 _CHUNK_ROWS = 16384
+_INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embedding")
+_OUTPUTS = ("lm_head", "embed_out", "output_layer", "output")
+"""Names of the modules with these weights in models of Transformers."""
 
 
 def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collection[int] = frozenset()) -> Diagnosis:
@@ -182,11 +185,6 @@ def _listed(ids: Sequence[int], tokenizer: Any) -> str:
     shown = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in ids[:_MOST_LISTED])
     more = f" and {len(ids) - _MOST_LISTED} more" if len(ids) > _MOST_LISTED else ""
     return f"{len(ids)} {'token' if len(ids) == 1 else 'tokens'} ({shown}{more})"
-
-
-_INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embedding")
-_OUTPUTS = ("lm_head", "embed_out", "output_layer", "output")
-"""Names of the modules with these weights in models of Transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a run is told from outside and tells others: stop signals, and the event hooks of plugins.
+"""Stop signals, which end a run, and the event hooks of plugins, which follow it.
 
 The first signal ends a run after the current step with a checkpoint, the second at once.
 """
@@ -25,6 +25,7 @@ _REASONS = {
     signal.SIGTERM: StopReason.SIGTERM,
     signal.SIGHUP: StopReason.SIGHUP,
 }
+EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
 
 
 class StopSignals:
@@ -103,9 +104,6 @@ class StopSignals:
         # A signal to the main thread also interrupts its blocking system calls.
         self._is_over = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
 
 
 def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:

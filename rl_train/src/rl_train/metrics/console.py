@@ -36,6 +36,8 @@ _SMALL_MISMATCH = 1e-3
 """In nats; sampling and training then agree, as in bfloat16."""
 VALIDATION_REWARD = ("validation/reward", "val reward", ".3f")
 """Shown if the validation has no accuracy."""
+MAX_CHARACTERS = 1500
+"""Longer texts are shown without their middle."""
 
 
 class _Screen(Console):
@@ -153,10 +155,6 @@ class ConsoleLogger(Logger):
         if self._display is not None:
             self._display.stop()
             self._display = None
-
-
-MAX_CHARACTERS = 1500
-"""Longer texts are shown without their middle."""
 
 
 class SamplePrinter:

@@ -23,6 +23,15 @@ from rl_train.config.values import leaves
 from rl_train.errors import RunInterrupted
 from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
 
+FINISH_TIMEOUT_S = 300.0
+"""Time limit of the upload at the end of an online run."""
+_WANDB_RUN_ID = "wandb_run_id"
+_MLFLOW_RUN_ID = "mlflow_run_id"
+_INVALID = re.compile(r"[^/\w.\- :]")
+_LONGEST_PARAM = 6000
+_PARAMS_PER_CALL = 100
+"""Limit of MLflow's stores."""
+
 
 class Logger(ABC):
     """Writes metrics and rollouts. Called only in the driver process; an exception of a method ends the run."""
@@ -113,9 +122,6 @@ class TensorBoardLogger(Logger):
         return self._writer
 
 
-FINISH_TIMEOUT_S = 300.0
-"""Time limit of the upload at the end of an online run."""
-_WANDB_RUN_ID = "wandb_run_id"
 _log = logging.getLogger("rlcore")
 
 
@@ -191,13 +197,6 @@ def _run_id(folder: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(4), encoding="utf-8")
     return path.read_text(encoding="utf-8")
-
-
-_MLFLOW_RUN_ID = "mlflow_run_id"
-_INVALID = re.compile(r"[^/\w.\- :]")
-_LONGEST_PARAM = 6000
-_PARAMS_PER_CALL = 100
-"""Limit of MLflow's stores."""
 
 
 class MlflowLogger(Logger):

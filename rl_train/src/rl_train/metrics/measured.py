@@ -20,6 +20,28 @@ from rl_core.errors import WorkerDiedError
 from rl_core.interfaces.worker import MeasuredWorker
 from rl_train.metrics.progress import Progress
 
+PEAK_TFLOPS: Final[Mapping[str, float]] = {
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "H800": 989.4,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.4,
+}
+"""Dense bfloat16 TFLOP/s with float32 accumulation, by the name that torch reports, from the vendors' data sheets and
+architecture white papers. Figures that are given with sparsity are halved. The first name that matches counts."""
+
 
 class Recorder:
     """Collects the metrics of one step; a name recorded twice becomes the mean of its values."""
@@ -120,29 +142,6 @@ class PeakMemory:
                 peaks[name] = max(peaks.get(name, 0.0), *known)
         self._asked.clear()
         return peaks
-
-
-PEAK_TFLOPS: Final[Mapping[str, float]] = {
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.5,
-    "H100": 989.4,
-    "H800": 989.4,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "MI300X": 1307.4,
-}
-"""Dense bfloat16 TFLOP/s with float32 accumulation, by the name that torch reports, from the vendors' data sheets and
-architecture white papers. Figures that are given with sparsity are halved. The first name that matches counts."""
 
 
 def peak_tflops(device_name: str | None, precision: str) -> float | None:

@@ -28,6 +28,12 @@ _FAR = 1.0
 
 Step = Mapping[str, float]
 """Metrics of a step, without those that are not finite."""
+_READ = frozenset(
+    {
+        *("length/truncated_frac", "length/mean", "reward/mean", "reward/std", "reward/equal_groups_frac", "rollout/accuracy"),
+        *("validation/accuracy", "entropy/sampled", "kl/reference", "lr", "grad_norm"),
+    }
+)
 
 
 class RunWarnings:
@@ -208,14 +214,6 @@ WARNINGS: Mapping[str, Callable[[Sequence[Step]], str | None]] = {
     "no_learning_rate": _no_learning_rate,
 }
 """Each returns its warning if the metrics of the steps so far give rise to it, else None."""
-
-
-_READ = frozenset(
-    {
-        *("length/truncated_frac", "length/mean", "reward/mean", "reward/std", "reward/equal_groups_frac", "rollout/accuracy"),
-        *("validation/accuracy", "entropy/sampled", "kl/reference", "lr", "grad_norm"),
-    }
-)
 
 
 def _is_read(name: str) -> bool:

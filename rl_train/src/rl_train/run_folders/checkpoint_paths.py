@@ -27,6 +27,8 @@ from rl_train.run_folders.run_folder import CONFIG
 _log = logging.getLogger("rlcore")
 MODEL_FILE = "config.json"
 """A file that every Hugging Face model folder has."""
+_CODE_KEY = "auto_map"
+_CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +176,6 @@ def _best(store: CheckpointStore, newest: Path) -> Path:
             f"{did_you_mean(name, recorded)} Remove --best to use the newest, or give a step folder."
         )
     return store.find(ranked[-1][1])
-
-
-_CODE_KEY = "auto_map"
-_CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 def copy_model(source: Path, output: Path) -> None:

@@ -41,6 +41,8 @@ from rl_train.run_folders.status import BUILDING, STATUS
 
 CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("rlcore")
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,10 +327,6 @@ def _status_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
-
-
-CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
 
 
 def write_origins(folder: Path, loaded: LoadedConfig, manager: PluginManager) -> None:

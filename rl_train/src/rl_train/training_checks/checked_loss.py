@@ -42,6 +42,10 @@ _REDUCTIONS: Mapping[str, Reduction] = {
 _NO_ROW = 2.0**24
 _ROW_WEIGHTS = 997
 """A row counts as its number modulo this, plus 1, so that sums are exact in float32 and show a row that replaces another."""
+_RESULT_KEYS = ("loss", "grad_norm", "lr", "num_optimizer_steps", "global_valid_toks", "metrics")
+_SUMS = ("rows", "row_sum", "tokens")
+_EXTREMES = {"first_row": "min", "last_row": "max"}
+_NORMALIZERS = {"seqs": "global_valid_seqs", "toks": "global_valid_toks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +219,6 @@ def _counts(data: BatchedDataDict[Any], seqs: torch.Tensor, toks: torch.Tensor) 
     device = data[ROW_NUMBERS].device
     seqs, toks = (torch.as_tensor(each, dtype=torch.float32, device=device) for each in (seqs, toks))
     return {**counted(data), "seqs_min": seqs, "seqs_max": seqs, "toks_min": toks, "toks_max": toks}
-
-
-_RESULT_KEYS = ("loss", "grad_norm", "lr", "num_optimizer_steps", "global_valid_toks", "metrics")
-_SUMS = ("rows", "row_sum", "tokens")
-_EXTREMES = {"first_row": "min", "last_row": "max"}
-_NORMALIZERS = {"seqs": "global_valid_seqs", "toks": "global_valid_toks"}
 
 
 @dataclass(frozen=True, kw_only=True)

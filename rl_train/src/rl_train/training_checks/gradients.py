@@ -24,6 +24,10 @@ _LEAST_COEFFICIENT = 1e-2
 """Gradients that are smaller in sum than that of a token with this coefficient may be rounding errors."""
 _seen: dict[str, torch.Tensor] = {}
 """Smallest and largest gradient that has reached the loss of a model in this process."""
+CERTAIN = 1e-6
+"""Learning rate times gradient norm (at most 1) from which a step changes some float32 weight."""
+LEAST = 1e-9
+"""Smaller steps may change no weight at all."""
 
 
 def observe(loss: torch.Tensor, rows: torch.Tensor, model: str) -> dict[str, torch.Tensor]:
@@ -146,12 +150,6 @@ def _copy(value: Any) -> Any:
 def has_gradient(projection: float, *, valid_toks: float, grad_norm: float) -> bool:
     """Whether the metric of `GradientLoss` is that of a gradient that a norm of `grad_norm` cannot belong to."""
     return abs(projection) > max(_LEAST_COEFFICIENT / max(valid_toks, 1.0), 1e3 * grad_norm)
-
-
-CERTAIN = 1e-6
-"""Learning rate times gradient norm (at most 1) from which a step changes some float32 weight."""
-LEAST = 1e-9
-"""Smaller steps may change no weight at all."""
 
 
 def is_expected_to_change(grad_norm: float, lr: float) -> bool:

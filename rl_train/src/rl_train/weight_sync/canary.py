@@ -70,6 +70,8 @@ RowStreaming = Callable[[BatchedDataDict[Any], bool], AbstractContextManager[Cal
 """Streams rows (the first argument; the second is whether to decode greedily) from the beginning of the block to its end, each
 repeatedly. The function waits until every row has tokens of the engine's weights at the time of the call, and returns them as a
 `GenerationOutputSpec` with `token_versions`, and `newest_version` [B] int64, that of the last token of each row."""
+_MOST_REFITS = 3
+"""Number of refits with streamed rows until some of them were in progress when the weights changed."""
 
 
 @dataclass
@@ -343,10 +345,6 @@ def _rows(vocabulary: torch.Tensor, rows: int, max_length: int, *, stream: int) 
             "max_new_tokens": torch.full((rows,), min(_NEW_TOKENS, max_length - width), dtype=torch.int64),
         }
     )
-
-
-_MOST_REFITS = 3
-"""Number of refits with streamed rows until some of them were in progress when the weights changed."""
 
 
 class StreamedCanary:

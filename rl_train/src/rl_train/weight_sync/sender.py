@@ -24,6 +24,8 @@ from rl_train.weight_sync.transports import free_loopback_port
 
 DEFAULT_BUFFER_BYTES = 512 * 2**20
 _SHOWN = 5
+STEPS = 20
+"""Optimizer steps after which weights that are rounded or hardly trained must have changed."""
 
 
 class WeightSender:
@@ -186,10 +188,6 @@ def kind_of(fingerprint: str) -> Kind:
             "rl_core.weights.fingerprint, so it cannot be compared."
         )
     return kind  # type: ignore[return-value]
-
-
-STEPS = 20
-"""Optimizer steps after which weights that are rounded or hardly trained must have changed."""
 
 
 class SentWeights:

@@ -27,6 +27,10 @@ from rl_core.weights.collective import abort_rendezvous
 from rl_core.weights.manifest import manifest_to_send, tensor_bytes
 from rl_core.weights.shared_memory import sweep
 
+_BUCKETS_AT_ONCE = 16
+"""At most 256 MiB on a CPU, or a larger tensor; going through all weights once per bucket takes longer than sharing them."""
+_PREFIX = "rlcore-refit"
+
 
 def choose_transport(
     transports: Sequence[type[WeightTransport]],
@@ -130,10 +134,6 @@ def push_buckets(
     return moved
 
 
-_BUCKETS_AT_ONCE = 16
-"""At most 256 MiB on a CPU, or a larger tensor; going through all weights once per bucket takes longer than sharing them."""
-
-
 class ByReferenceTransport(WeightTransport):
     """Policy and generation backend in one process.
 
@@ -198,9 +198,6 @@ class CollectiveTransport(WeightTransport):
                 self._left.add(address)
                 return address
         raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {address[1]}.")
-
-
-_PREFIX = "rlcore-refit"
 
 
 class DiskTransport(WeightTransport):

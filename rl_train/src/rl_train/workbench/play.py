@@ -43,6 +43,8 @@ REPEATED_TURNS = 20
 """Maximum number of turns of a rollout whose answers are all equal."""
 _CALL = re.compile(r"^/call[ \t]+(\S+)[ \t]*(.*)$", re.MULTILINE)
 _PIECE = re.compile(r"[A-Za-z]+|-?\d+")
+UNDECLARED_TURNS = 100
+"""Maximum number of turns for a class named by its path, which declares no number and may need several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +145,6 @@ def random_player(seed: int) -> Player:
         return draw.choice(pieces) if pieces else ""
 
     return answer
-
-
-UNDECLARED_TURNS = 100
-"""Maximum number of turns for a class named by its path, which declares no number and may need several."""
 
 
 @dataclass(frozen=True, kw_only=True)
