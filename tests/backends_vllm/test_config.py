@@ -18,7 +18,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
 from rl_backends_vllm.config import OWNED, VllmEngineConfig, known_engine_arguments
 from rl_backends_vllm.model_folder import ModelFiles
-from rl_backends_vllm.standalone import as_batch
+from rl_backends_vllm.worker import as_batch
 from rl_core.config.policy_sections import PolicyTokenizerConfig
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data import BatchedDataDict

@@ -20,7 +20,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.files import parse_size
-from rl_train.plan import measured_step, suggestions
+from rl_train.plan import suggestions, time_plan
 from rl_train.plan.planner import microbatch, with_shared_prefixes
 from rl_train.plan.time_plan import GPUS, plan_time
 
@@ -149,7 +149,7 @@ def test_a_measured_step_has_the_phases_of_the_run_and_leaves_nothing(tmp_path, 
 
 def test_a_run_that_does_not_fit_is_not_measured(monkeypatch):
     monkeypatch.setattr(rlcore_cli.plan, "available_memory", lambda: 500 * 2**20)
-    monkeypatch.setattr(measured_step, "build_run", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(time_plan, "build_run", lambda *_, **__: pytest.fail("started"))
     result = rlcore("plan", GRPO, IN_PROCESS, "--measure")
     assert result.returncode == 1
     assert "time per step: not measured; because the run does not fit" in result.stdout
@@ -172,7 +172,7 @@ def test_an_algorithm_that_ends_early_cannot_be_measured(monkeypatch):
     monkeypatch.setattr("rl_train.algorithms.grpo.train", lambda config, run: None)
     registry = Registry(discover())
     with pytest.raises(ConfigError, match="grpo ended before its second step"):
-        measured_step.measure_step(load_config(GRPO, [IN_PROCESS], registry=registry), registry)
+        time_plan.measure_step(load_config(GRPO, [IN_PROCESS], registry=registry), registry)
 
 
 @pytest.mark.slow

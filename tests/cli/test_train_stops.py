@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from rl_train.checkpoints.store import TimeLimit
 from rl_train.config.schema import parse_duration
 from rl_train.errors import RunInterrupted, StopReason
-from rl_train.launch.stopping import StopSignals
+from rl_train.launch.session import StopSignals
 from rlcore_cli.main import main
 
 ROOT = Path(__file__).parents[2]

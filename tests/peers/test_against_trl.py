@@ -34,7 +34,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.losses import config as pairs
 from rl_train.algorithms.losses import config as pg
-from rl_train.algorithms.losses.mismatch import sampling_weights
+from rl_train.algorithms.losses.kl import sampling_weights
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
 from rl_train.algorithms.policy_configs import AdvantageConfig

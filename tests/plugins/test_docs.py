@@ -18,7 +18,7 @@ from rl_core.plugins import hookspecs
 from rl_core.testing import GenerationConformance
 from rl_core.testing.promises import promise
 from rl_core.testing.pytest_plugin import results_of
-from rl_train.launch.stopping import EVENT_HOOKS
+from rl_train.launch.session import EVENT_HOOKS
 from rlcore_cli.new_plugin.scaffold import plugin_files
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ import pytest
 from rl_core.plugins import hookimpl
 from rl_core.plugins.manager import PluginManager
 from rl_train.errors import PluginHookError
-from rl_train.launch.stopping import call_event
+from rl_train.launch.session import call_event
 
 
 def manager_with(**plugins):

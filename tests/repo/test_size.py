@@ -13,21 +13,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sizes
 
 TOO_LONG = "with it, or with all of these, its reader would have more than 500 lines"
-IN_SANDBOX = "runs in another process, which has the standard library only"
 SMALL = {
-    "rl_backends_hf.gguf": TOO_LONG,
-    "rl_backends_hf.loading_checks": TOO_LONG,
     "rl_backends_vllm.executors": "derives from classes of vLLM, which its reader imports late",
     "rl_core.old_paths": "the one table of moved modules; a package's __init__ has no code",
+    "rl_core.testing.pytest_plugin": "pytest loads it by name",
     "rl_envs.code.harness": "the programs that run in a sandbox, as source",
-    "rl_sandbox.agent_source": "the program that runs in a sandbox, as source",
-    "rl_sandbox.bubblewrap": IN_SANDBOX,
     "rl_sandbox.interpreter": "isolation is reviewed page by page",
-    "rl_sandbox.probe": "isolation is reviewed page by page",
-    "rl_sandbox.staging": IN_SANDBOX,
-    "rl_serve.code_rounds": TOO_LONG,
     "rl_serve.grading": TOO_LONG,
-    "rl_train.profiling": "the page of a run stays free of torch.profiler",
+    "rl_train.validate": "a step stays on one page",
 }
 """Modules with one reader and few lines, and why each is not a section of its reader."""
 

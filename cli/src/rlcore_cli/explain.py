@@ -22,9 +22,8 @@ from rl_core.errors import ConfigError, PluginError, UserError
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.device_defaults import effective_values
 from rl_train.config.foreign_names import INSTEAD, MEANINGS
-from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.loader import LoadedConfig, effective_values, load_config
 from rl_train.config.reference import SchemaIndex, json_schema, reference, schema_index
 from rl_train.config.rules.models import allowed_argument
 from rl_train.config.slots import ANY, SLOTS, SectionSchema, matches

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import LoadedConfig
     from rl_train.config.schema import RunConfig
-    from rl_train.plan.measured_step import MeasuredStep
     from rl_train.plan.planner import MemoryPlan, ProcessPlan
     from rl_train.plan.suggestions import Suggestion
-    from rl_train.plan.time_plan import TimePlan
+    from rl_train.plan.time_plan import MeasuredStep, TimePlan
 
 _SHOWN = 2**20
 """Parts below this number of bytes are not printed."""
@@ -121,8 +120,8 @@ def plan(
 
 
 def _measured(loaded: LoadedConfig, registry: Registry) -> MeasuredStep:
-    from rl_train.launch.stopping import StopSignals
-    from rl_train.plan.measured_step import measure_step
+    from rl_train.launch.session import StopSignals
+    from rl_train.plan.time_plan import measure_step
 
     print("starting the run for two steps, of which the second is measured", file=sys.stderr)
     with StopSignals().listen():

@@ -20,8 +20,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from rl_backends_hf.gguf import restore_config
-from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options
+from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import init_head, prepare_head
 from rl_backends_hf.shards import copy_from_files

@@ -1,4 +1,7 @@
-"""One vLLM replica as a generation worker: starts the engine, samples, streams, and forwards refits to it."""
+"""One vLLM replica as a generation worker: starts the engine, samples, streams, and forwards refits to it.
+
+`VllmGenerationWorker("path/to/model", ...)` needs no worker group: it makes its own context and config.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_folders, replica_folder, unlink_openmp_page
-from rl_backends_vllm.standalone import as_batch, as_sent, only_config, standalone_config, standalone_context
 from rl_core.backend import (
     NO_VERSION,
     BatchedDataDict,
@@ -38,7 +40,9 @@ from rl_core.backend import (
     same_digests_on_every_replica,
     to_output,
 )
+from rl_core.config.validator import section_from_keywords
 from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError, with_key
+from rl_core.interfaces.policy import RefitManifest
 
 _STEP_S = 0.01
 _TOO_LITTLE_MEMORY = ("No available memory", "available KV cache memory", "Free memory on device")
@@ -395,3 +399,81 @@ def _start(arguments: Mapping[str, Any], *, asynchronous: bool) -> Engine:
         if any(text in str(error) for text in _TOO_LITTLE_MEMORY):
             raise MemoryError(str(error)) from error
         raise ConfigError(f"vLLM does not start with policy.generation.vllm_cfg and vllm_kwargs: {error}") from error
+
+
+def standalone_context() -> WorkerContext:
+    """The context of a single worker in this process, on the GPU if there is one."""
+    return WorkerContext(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        node_rank=0,
+        master_address="127.0.0.1",
+        master_port=0,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        run_in_process=True,
+    )
+
+
+def standalone_config(models: Sequence[str], fields: Mapping[str, Any]) -> VllmConfig:
+    """The section `policy.generation` of keyword arguments, which may also be fields of `vllm_cfg`.
+
+    Raises:
+        ConfigError: There is no model or more than one, a field does not exist, or a value is not allowed.
+    """
+    if len(models) > 1:
+        raise ConfigError(f"VllmGenerationWorker has two models: {models[0]!r} and model_name={models[1]!r}. Give only one.")
+    model_name = models[0] if models else None
+    return section_from_keywords("VllmGenerationWorker", VllmConfig, own="vllm_cfg", fields=fields, model_name=model_name)
+
+
+def only_config(config: VllmConfig, models: Sequence[str], fields: Mapping[str, Any]) -> VllmConfig:
+    """`config` itself.
+
+    Raises:
+        ConfigError: A model or fields are given as well, which would have no effect.
+    """
+    unused = [*([f"the model {models[0]!r}"] if models else []), *sorted(fields)]
+    if unused:
+        raise ConfigError(
+            f"VllmGenerationWorker has `config`, so {', '.join(unused)} would have no effect. Set it in `config`, or leave "
+            "`config` out."
+        )
+    return config
+
+
+def as_sent(expected: RefitManifest, weights_handle: Mapping[str, Any]) -> RefitManifest:
+    """The manifest of a refit, of which the first bucket is known.
+
+    Args:
+        expected: Name to (shape, dtype) of the engine's weights.
+        weights_handle: The bucket; other weights are converted from the engine's data types in the same way.
+    """
+    placements = weights_handle.get("placements", {})
+    sent = {expected[name][1]: placement.dtype for name, placement in placements.items() if name in expected}
+    return {name: (shape, sent.get(dtype, dtype)) for name, (shape, dtype) in expected.items()}
+
+
+def as_batch(data: BatchedDataDict[Any] | torch.Tensor | None, columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+    """A batch of prompts; token ids [B, T] become one, without padding unless an `attention_mask` is given.
+
+    Args:
+        data: The batch, or its `input_ids`, which may also be a column.
+        columns: Further columns of token ids, such as `attention_mask` or `max_new_tokens`.
+
+    Raises:
+        DataError: A batch and further columns were given, or the token ids are not [B, T].
+    """
+    if data is None:
+        if "input_ids" not in columns:
+            raise DataError("generate takes a batch or input_ids [B, T], and has neither.")
+        columns = dict(columns)
+        data = columns.pop("input_ids")
+    if not isinstance(data, torch.Tensor):
+        if columns:
+            raise DataError(f"{', '.join(sorted(columns))} must be columns of the batch, not arguments of generate.")
+        return data
+    if data.dim() != 2:
+        raise DataError(f"input_ids has shape {list(data.shape)}: expected [B, T].")
+    lengths = {} if {"attention_mask", "input_lengths"} & columns.keys() else {"attention_mask": torch.ones_like(data)}
+    return BatchedDataDict({"input_ids": data, **lengths, **columns})

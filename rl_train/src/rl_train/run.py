@@ -21,18 +21,17 @@ from rl_train.config.schema import RunConfig
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.garbage_collection import rare_full_collections
 from rl_train.metrics.logger import Logger, Timeline
-from rl_train.metrics.measured import ModelFlops, Recorder
+from rl_train.metrics.measured import ModelFlops, Recorder, profiled
 from rl_train.metrics.run_warnings import RunWarnings
-from rl_train.profiling import profiled
 from rl_train.rollouts.activity import ENGINE, ActivityLog
 from rl_train.rollouts.advantages import AdvantageEstimator
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluation import Evaluation, ValidationSet
+from rl_train.rollouts.schedule import by_weight_version
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.trajectory import Trajectory, join_segments
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.synchronizer import NoEngine, WeightSynchronizer
-from rl_train.weight_versions import by_weight_version
 
 _log = logging.getLogger("rlcore")
 

@@ -24,11 +24,11 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.testing.outputs.models import scored
 from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.schedule import stale_mask
 from rl_train.rollouts.source import Selection
 from rl_train.rollouts.trajectory import join_segments, optimizer_batches, rollout_means, split_segments
 from rl_train.run import Run
 from rl_train.validate import validate as validate
-from rl_train.weight_versions import stale_mask
 
 Batch = BatchedDataDict[Any]
 _Part = TypeVar("_Part")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn, GRPOLossFn, NLLLossFn
 from rl_train.algorithms.losses.config import CISPOLossConfig, DAPOLossConfig, DrGRPOLossConfig, GRPOLossConfig, GSPOLossConfig
-from rl_train.weight_versions import by_weight_version
+from rl_train.rollouts.schedule import by_weight_version
 
 
 def random_batch(seed, rows=4, length=6):

@@ -8,7 +8,7 @@ import torch
 
 from rl_core.errors import ConfigError
 from rl_train.config.schema import ProfilingConfig
-from rl_train.profiling import profiled
+from rl_train.metrics.measured import profiled
 
 
 def test_only_the_chosen_steps_are_profiled(tmp_path):

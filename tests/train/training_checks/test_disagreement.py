@@ -4,9 +4,9 @@ import pytest
 import torch
 from policy_cases import make_rows
 
+from rl_train.rollouts.schedule import trained_tokens
 from rl_train.training_checks.agreement import EXACT_MEAN, EXACT_ROW, Numbers, disagreement
 from rl_train.training_checks.checked_loss import COMPARISON, WITH_ENGINE, Limits
-from rl_train.weight_versions import trained_tokens
 
 LIMITS = Limits(mean=EXACT_MEAN, mean_tokens=1, row=EXACT_ROW, row_tokens=1)
 ENGINE, SCORING, TRAINING = (

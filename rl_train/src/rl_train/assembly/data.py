@@ -32,8 +32,8 @@ from rl_train.data.processors import (
 )
 from rl_train.data.records import SKIP_BAD_ROWS, BadRow, BadRowError, BadRowsError, bad_row_lines, load_function
 from rl_train.data.row_sections import OnBadRow, OnTooLong
+from rl_train.errors import reporting_errors
 from rl_train.tools.task_tools import TaskTools
-from rl_train.user_code import reporting_errors
 
 _log = logging.getLogger("rlcore")
 _FIRST_ROWS = 100

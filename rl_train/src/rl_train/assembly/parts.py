@@ -27,12 +27,12 @@ from rl_train.assembly.weights import arithmetic
 from rl_train.assembly.workers import Builder
 from rl_train.config.schema import LossConfig, RunConfig
 from rl_train.diagnostics.model_files import read_model_config
+from rl_train.errors import reporting_errors
 from rl_train.pools.elsewhere import AGENT_TARGET, AgentElsewhere, environment_component
 from rl_train.rollouts.collect import Collector, RolloutLoop
 from rl_train.run import Run
 from rl_train.training_checks.agreement import Agreement
 from rl_train.training_checks.checks import TrainingChecks
-from rl_train.user_code import reporting_errors
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 _log = logging.getLogger("rlcore")

@@ -39,8 +39,7 @@ from rl_train.checkpoints.inputs import UNKNOWN_DEFAULTS, Defaults, Inputs
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.store import TimeLimit
 from rl_train.config.algorithm import RolloutNeeds
-from rl_train.config.device_defaults import device_values, precisions_of, with_precisions
-from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.loader import LoadedConfig, device_values, load_config, precisions_of, with_precisions
 from rl_train.config.rules.ranking import can_be_ranked
 from rl_train.config.rules.rule import CheckedConfig, Use
 from rl_train.config.rules.run import ENGINE_SHARES_GPUS

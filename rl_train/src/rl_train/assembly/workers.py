@@ -28,12 +28,12 @@ from rl_train.assembly.placement import make_cluster, make_engine_cluster, resol
 from rl_train.config.schedules import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
+from rl_train.errors import reporting_errors
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.component_probe import check_environment_class
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.user_code import reporting_errors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 The steps: files and the files they inherit from, overrides, `${...}`, validation of each section, and the rules of
 `rl_train.config.rules`. Rules are also checked if sections are invalid, as far as they do not read the invalid keys.
+
+Keys whose null stands for a value that depends on the devices of a run, or on the policy, are filled in when these are known.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import yaml
 from pydantic import BaseModel
 
 from rl_core.config.diagnostics import KeyPath, Node, Problem, Problems, SourceLocation, dotted, override_named
+from rl_core.config.section import Devices
 from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.foreign_names import INSTEAD
 from rl_train.config.rules import RULES
+from rl_train.config.rules.models import models_of
 from rl_train.config.rules.rule import (
     CheckedConfig,
     Rule,
@@ -38,7 +42,15 @@ from rl_train.config.secrets import Secrets
 from rl_train.config.section_resolver import resolve_sections
 from rl_train.config.slots import ConfigLayout
 from rl_train.config.sources import ConfigFiles, as_paths, escape, folders_of_files, read_sources, resolve, search_modules_in
-from rl_train.config.values import Origin, apply_overrides, expand_aliases, locate_paths, trace, with_validation_of_overrides
+from rl_train.config.values import (
+    Origin,
+    apply_overrides,
+    expand_aliases,
+    leaves_by_path,
+    locate_paths,
+    trace,
+    with_validation_of_overrides,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,3 +358,50 @@ def _location(written: Node, path: KeyPath, message: str = "") -> SourceLocation
         return here.location
     override = override_named(written, path, message)
     return override or (here.location if here is not None else written.nearest(path).key_location)
+
+
+_ENGINE = ("policy", "generation")
+
+
+def device_values(run: RunConfig, devices: Devices) -> dict[KeyPath, Any]:
+    """The values on some devices of keys that are null, by key."""
+    engine = run.policy.generation
+    sections: dict[KeyPath, Any] = {(name,): model for name, model in models_of(run).items()}
+    sections |= {_ENGINE: engine} if engine is not None else {}
+    filled = (_added(path, section, section.for_devices(devices)) for path, section in sections.items())
+    return {key: value for values in filled for key, value in values.items()}
+
+
+def effective_values(run: RunConfig, devices: Devices) -> dict[KeyPath, Any]:
+    """As `device_values`, and what the engine takes from the policy."""
+    engine, values = run.policy.generation, device_values(run, devices)
+    if engine is None:
+        return values
+    resolved = engine.for_devices(devices).for_policy(run.policy.for_devices(devices))
+    return values | _added(_ENGINE, engine, resolved)
+
+
+def _added(path: KeyPath, given: Any, resolved: Any) -> dict[KeyPath, Any]:
+    before, after = (dict(leaves_by_path(section.model_dump(mode="json"), path)) for section in (given, resolved))
+    return {key: value for key, value in after.items() if value is not None and before.get(key, value) is None}
+
+
+def precisions_of(run: RunConfig) -> dict[str, str | None]:
+    """The `precision` of each model, by section."""
+    return {name: model.precision for name, model in models_of(run).items()}
+
+
+def saved_precisions(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """The same of the config of a checkpoint."""
+    return {name: section.get("precision") for name, section in config.items() if isinstance(section, Mapping)}
+
+
+def with_precisions(loaded: LoadedConfig, precisions: Mapping[str, str | None]) -> LoadedConfig:
+    """The config with the `precision` of models that do not set it, by section."""
+    unset = {name: model for name, model in models_of(loaded.run).items() if model.precision is None and precisions.get(name)}
+    sections = {name: model.model_copy(update={"precision": precisions[name]}) for name, model in unset.items()}
+    resolved, redacted = (
+        {**values, **{name: {**values[name], "precision": precisions[name]} for name in unset}}
+        for values in (loaded.resolved, loaded.redacted)
+    )
+    return replace(loaded, run=loaded.run.model_copy(update=sections), resolved=resolved, redacted=redacted)

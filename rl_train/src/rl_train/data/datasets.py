@@ -29,8 +29,8 @@ from rl_train.data.conversations import (
 )
 from rl_train.data.records import Records, RowReader, form_hint
 from rl_train.data.row_sections import RecordFields
+from rl_train.errors import reporting_errors
 from rl_train.prompts.templates import PromptTemplate, load_prompt
-from rl_train.user_code import reporting_errors
 
 
 class RecordReader(RowReader[RecordFields, Record]):

@@ -23,7 +23,7 @@ from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
 from rl_train.data.conversations import from_text
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
 from rl_train.data.rows import JsonLines
-from rl_train.user_code import reporting_errors
+from rl_train.errors import reporting_errors
 
 ConfigT = TypeVar("ConfigT", bound=RowsConfig)
 RecordT = TypeVar("RecordT")

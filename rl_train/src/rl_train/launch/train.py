@@ -21,16 +21,14 @@ from rl_train.assembly.run_assembly import build_run, defaults_of
 from rl_train.checkpoints.inputs import Inputs
 from rl_train.checkpoints.manifest import read_state
 from rl_train.checkpoints.state import resumable_state
-from rl_train.config.device_defaults import precisions_of, saved_precisions, with_precisions
-from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.loader import LoadedConfig, load_config, precisions_of, saved_precisions, with_precisions
 from rl_train.config.rules.components import validates
 from rl_train.config.rules.rule import Stage
 from rl_train.config.schedules import schedule_changes
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
-from rl_train.launch.session import Session, open_session
-from rl_train.launch.stopping import call_event
+from rl_train.launch.session import Session, call_event, open_session
 from rl_train.metrics.console import ConsoleLogger, SamplePrinter
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import progress_file, reported_start

@@ -1,27 +1,35 @@
-"""Computes the time of a step on GPUs from FLOPs, bytes and the speed of the GPU (`rlcore plan --gpu NAME`). Nothing runs.
+"""The time of a step: computed for a GPU (`rlcore plan --gpu NAME`), or measured on this machine (`--measure`).
 
-A pass over a microbatch takes its FLOPs divided by a fraction of the peak; a step of sampling, the time to read weights, keys
-and values, or the FLOPs if they take longer (https://arxiv.org/abs/2211.05102, section 2). Backends describe their matrices and
-caches with the `memory_planner` of `rl_train.plan.planner`.
+Computed, nothing runs. A pass over a microbatch takes its FLOPs divided by a fraction of the peak; a step of sampling, the time
+to read weights, keys and values, or the FLOPs if they take longer (https://arxiv.org/abs/2211.05102, section 2). Backends
+describe their matrices and caches with the `memory_planner` of `rl_train.plan.planner`.
+
+Measured, two steps of the config run without loggers and checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.shared_prefix import MAX_SHARE
-from rl_core.errors import NotSupportedError, UserError
+from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.rewards import kl_in_reward
+from rl_train.assembly.error_locations import with_location
 from rl_train.assembly.parts import loss_of
+from rl_train.assembly.run_assembly import build_run
 from rl_train.config.algorithm import RolloutNeeds
+from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.models import models_of
 from rl_train.config.schedules import OptimizerSteps, optimizer_steps
-from rl_train.config.schema import RunConfig
+from rl_train.config.schema import CheckpointingConfig, LoggingConfig, ProfilingConfig, RunConfig
 from rl_train.files import parse_size
 from rl_train.metrics.measured import PEAK_TFLOPS
 from rl_train.plan.planner import (
@@ -340,3 +348,58 @@ def parse_gpu(text: str, option: str) -> Gpu | int:
     if name[:1].isdigit():
         return parse_size(text, option)
     raise UserError(f"{option} {text} is not a known GPU. Write a size such as 80GiB, or one of: {', '.join(GPUS)}.")
+
+
+_STEPS: Final = 2
+"""The first step also prepares what later steps reuse, so the second is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """The time of the second step.
+
+    Attributes:
+        seconds: Seconds of the step.
+        phases: Seconds of its phases; what is outside of them is missing.
+        completion: Mean number of sampled tokens of its completions; None if it does not sample.
+    """
+
+    seconds: float
+    phases: Mapping[str, float]
+    completion: float | None
+
+
+def measure_step(loaded: LoadedConfig, registry: Registry) -> MeasuredStep:
+    """Run two steps with the config's own models and data. All processes and files of the run are gone afterwards.
+
+    Args:
+        loaded: The config.
+        registry: Used to look up components.
+
+    Raises:
+        ConfigError: The run cannot start, or has only one step.
+    """
+    quiet = {"logger": LoggingConfig(), "checkpointing": CheckpointingConfig(enabled=False), "profiling": ProfilingConfig()}
+    loaded = replace(loaded, run=loaded.run.model_copy(update=quiet))
+    name, steps = loaded.run.algorithm_name, dict[int, Mapping[str, float]]()
+    with TemporaryDirectory(prefix="rlcore-plan-") as folder, with_location(loaded), ExitStack() as exits:
+        run = build_run(loaded, folder=Path(folder), registry=registry, exits=exits, before_models=_check_steps)
+        # Only now, so that schedules are those of the whole run.
+        last = {"max_num_steps": _STEPS, "val_at_start": False, "val_at_end": False}
+        algorithm = run.config.algorithm.model_copy(update=last)
+        run.config = run.config.model_copy(update={"algorithm": algorithm})
+        run.on_step = steps.__setitem__
+        loaded.components[name].load()(algorithm, run)
+    if _STEPS not in steps:
+        raise ConfigError(f"{name} ended before its second step, which is the one that is measured.", key=name)
+    metrics = steps[_STEPS]
+    phases = {key.removeprefix("time/").removesuffix("_s"): value for key, value in metrics.items() if key.startswith("time/")}
+    return MeasuredStep(seconds=phases.pop("step"), phases=phases, completion=metrics.get("length/mean"))
+
+
+def _check_steps(run: RunConfig, _: object) -> None:
+    if run.algorithm.max_num_steps < _STEPS:
+        raise ConfigError(
+            f"is {run.algorithm.max_num_steps}, but the second step is the one that is measured: allow two steps.",
+            key=f"{run.algorithm_name}.max_num_steps",
+        )

@@ -17,7 +17,7 @@ from typing import Any
 from rl_core.errors import ConfigError, UserError
 from rl_core.event_loop import finished
 from rl_core.testing.outputs.reserved_names import reserved_reward
-from rl_train.user_code import describe_raised
+from rl_train.errors import describe_raised
 
 Rewards = dict[str, float]
 """The rewards of one row by name."""

@@ -12,13 +12,14 @@ too old. The rules count groups that are alive, not totals, so groups that are d
 need no special case. Only with `oversampling`, more groups may begin than steps can train on; those that no step needs within
 the bound are surplus, whatever their length.
 
-Staleness of rollouts in steps, checked in every batch against the versions of its tokens, and in optimizer steps.
+Every batch is checked against the versions of its tokens. Metrics that are means over tokens cover those of the current weights
+or those that older weights sampled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,6 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
-from rl_train.weight_versions import trained_tokens
 
 
 @dataclass(kw_only=True)
@@ -257,3 +257,35 @@ class DeliveredVersions:
             "staleness/steps_max": max(lags),
             "rollout/mixed_version_frac": mixed / len(lags),
         }
+
+
+_CURRENT = ("mismatch/kl", "mismatch/mult_prob_error", "mismatch/max")
+_LEAST_SHARE = 1e-6
+"""A share is a sum of float32 numbers, so that of no token may differ from 0 by their rounding."""
+
+
+def trained_tokens(data: BatchedDataDict[Any]) -> torch.Tensor:
+    """[B, T] bool: the tokens that a loss counts."""
+    trained: torch.Tensor = (data["token_mask"] > 0) & (data["sample_mask"] > 0).unsqueeze(-1)
+    return trained
+
+
+def stale_mask(batch: BatchedDataDict[Any], version: int) -> torch.Tensor | None:
+    """[B, T] float32: 1 on trained tokens that were sampled with other weights than those of `version`; None without any."""
+    if "token_versions" not in batch:
+        return None
+    is_stale = trained_tokens(batch) & (batch["token_versions"] >= 0) & (batch["token_versions"] != version)
+    return is_stale.float() if bool(is_stale.any()) else None
+
+
+def by_weight_version(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step, in which means over tokens of the current or of older weights are divided by their share.
+
+    A metric without any token is left out. Metrics without `staleness/token_frac` are returned unchanged.
+    """
+    if "staleness/token_frac" not in metrics:
+        return dict(metrics)
+    stale = metrics["staleness/token_frac"]
+    shares = dict.fromkeys(_CURRENT, 1.0 - stale) | {"staleness/kl": stale}
+    known = {name: value for name, value in metrics.items() if shares.get(name, 1.0) > _LEAST_SHARE}
+    return {name: value / shares.get(name, 1.0) if name != "mismatch/max" else value for name, value in known.items()}

@@ -25,8 +25,8 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import BrokenPromiseError
 from rl_train.logprob_agreement import TokenDifferences
+from rl_train.rollouts.schedule import trained_tokens
 from rl_train.training_checks.checked_loss import PREFIX, WITH_ENGINE, Limits
-from rl_train.weight_versions import trained_tokens
 
 _log = logging.getLogger("rlcore")
 

@@ -20,8 +20,8 @@ from rl_core.dispatch.replica_rows import global_counts
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.policy import LossFunction, Reduction
 from rl_train.logprob_agreement import sampling_error
+from rl_train.rollouts.schedule import trained_tokens
 from rl_train.training_checks.gradients import OBSERVED, observe
-from rl_train.weight_versions import trained_tokens
 
 ROW_NUMBERS = "row_numbers"
 COMPARISON = "comparison"

@@ -17,6 +17,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.policy import LossFunction, TrainableInterface
+from rl_train.rollouts.schedule import stale_mask
 from rl_train.training_checks.agreement import LARGEST, Agreement, Numbers, disagreement
 from rl_train.training_checks.checked_loss import (
     COMPARISON,
@@ -41,7 +42,6 @@ from rl_train.training_checks.gradients import (
     is_expected_to_change,
 )
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_versions import stale_mask
 
 _log = logging.getLogger("rlcore")
 

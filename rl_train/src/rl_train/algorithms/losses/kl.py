@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence between two policies from the tokens that one of them sampled."""
+"""Two policies compared by tokens that one of them sampled: estimates of their KL, importance weights, and mismatch metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
-from rl_train.algorithms.losses.means import bounded_log_ratio
+from rl_train.algorithms.losses.means import LOG_RATIO_BOUND, bounded_log_ratio, row_means, token_mean
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -68,3 +68,77 @@ def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, confi
         input_clamp_value=config.kl_input_clamp_value,
         output_clamp_value=config.kl_output_clamp_value,
     )
+
+
+def sampling_weights(
+    previous: torch.Tensor,
+    sampled: torch.Tensor,
+    mask: torch.Tensor,
+    config: ClippedPGLossConfig,
+    global_valid_toks: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Importance weights that correct for the difference between trainer and sampler; arguments as `mismatch_metrics`.
+
+    Two backends never compute exactly the same log-probabilities, so samples come from a slightly different distribution than
+    the trained policy; tokens that older weights sampled also differ by the optimizer steps since then. With
+    w = p_trainer / p_sampler at each sampled token, where p_trainer is that of the weights before the step:
+
+        tis           min(w, high)                                 https://fengyao.notion.site/off-policy-rl
+        icepop        w if low <= w <= high, else 0             https://arxiv.org/abs/2510.18855
+        seq-mask-tis  w in sequences with a geometric mean of w between low and high, else 0
+
+    Masked tokens still count in the mean: they are zeros, and do not reduce the divisor.
+
+    Returns:
+        [B, T] weights without a gradient, and contributions to `mismatch/weight_mean` and to `mismatch/truncated_frac` (tokens
+        clipped to a bound) or `mismatch/masked_frac` (masked tokens). They cover all trained tokens, of any weights.
+    """
+    log_weight = bounded_log_ratio(previous, sampled, mask).detach()
+    weight = log_weight.exp()
+    low = config.truncated_importance_sampling_ratio_min or 0.0
+    high = config.truncated_importance_sampling_ratio
+    if config.truncated_importance_sampling_type == "seq-mask-tis":
+        of_row = row_means(log_weight, mask).exp().unsqueeze(-1)
+        outside = ((of_row < low) | (of_row > high)).expand_as(weight)
+    else:
+        outside = (weight < low) | (weight > high)
+    if config.truncated_importance_sampling_type == "tis":
+        bounded, name = weight.clamp(low, high), "mismatch/truncated_frac"
+    else:
+        bounded, name = weight.masked_fill(outside, 0.0), "mismatch/masked_frac"
+    return bounded, {
+        "mismatch/weight_mean": token_mean(bounded, mask, global_valid_toks),
+        name: token_mean(outside.to(weight.dtype), mask, global_valid_toks),
+    }
+
+
+def mismatch_metrics(
+    previous: torch.Tensor,
+    sampled: torch.Tensor,
+    mask: torch.Tensor,
+    global_valid_toks: torch.Tensor,
+    *,
+    stale: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Mismatch of sampler and policy: contributions to means over trained tokens, and `mismatch/max`, reduced by max.
+
+    With `stale`, the means must be divided by the share of the tokens that they cover (`by_weight_version`).
+
+    Args:
+        previous: [B, T] log p under the policy before the step, in nats.
+        sampled: [B, T] log p as the sampler reported it.
+        mask: [B, T] float32, `token_mask * sample_mask`.
+        global_valid_toks: scalar, number of trained tokens in the global batch.
+        stale: [B, T] float32, 1 on tokens that older weights sampled, which `staleness/kl` covers instead of `mismatch/*`.
+    """
+    difference, kl = (previous - sampled).abs(), calculate_kl(sampled, previous, "k3")
+    current, metrics = mask, {}
+    if stale is not None:
+        current = mask * (1.0 - stale)
+        metrics["staleness/kl"] = token_mean(kl, mask * stale, global_valid_toks)
+        metrics["staleness/token_frac"] = token_mean(stale, mask, global_valid_toks)
+    return metrics | {
+        "mismatch/kl": token_mean(kl, current, global_valid_toks),
+        "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), current, global_valid_toks),
+        "mismatch/max": torch.where(current > 0, difference, torch.zeros_like(difference)).max(),
+    }

@@ -24,9 +24,8 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType, Reduction
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, GRPOLossConfig
-from rl_train.algorithms.losses.kl import reference_kl
+from rl_train.algorithms.losses.kl import mismatch_metrics, reference_kl, sampling_weights
 from rl_train.algorithms.losses.means import bounded_log_ratio, row_means, sequence_mean, token_mean
-from rl_train.algorithms.losses.mismatch import mismatch_metrics, sampling_weights
 
 
 class ClippedPGLossFn(LossFunction):
