@@ -1,11 +1,4 @@
-"""The section `grpo`. Does not import torch.
-
-The section `ppo`. Does not import torch.
-
-Base sections of the algorithms that learn from rewards of rollouts. Does not import torch.
-
-What the sections of algorithms on rollouts have in common. Does not import torch.
-"""
+"""The sections `grpo` and `ppo`, and what sections of algorithms that learn from rewards share. Does not import torch."""
 
 from __future__ import annotations
 

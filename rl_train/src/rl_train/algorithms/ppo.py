@@ -12,25 +12,6 @@ token may have a KL penalty to the reference policy. Departures:
   6. the scoring pass is skipped if a step makes one optimizer step (the ratio is 1) or the ratio is to the sampler.
 
 Notation: P prompts, G samples per prompt, B = P·G rows, T tokens.
-
-Advantages of a step's tokens, and the returns that the critic is trained on.
-
-A scalar head computes a value after it has read a token, so the value of the state in which token t is sampled is at t - 1.
-Advantages are at the positions of tokens, like log-probabilities; returns are at the positions of values.
-
-Generalized advantage estimation (GAE) over the trained tokens of a row; pure functions.
-
-Source: https://arxiv.org/abs/1506.02438, equations 11, 12 and 16. With t_1 < ... < t_n the trained tokens of a row, V_k the
-value of the state in which t_k is sampled, and r_k the reward of t_k:
-
-    delta_k = r_k + gamma V_(k+1) - V_k
-    A_k     = delta_k + gamma lam A_(k+1)
-    R_k     = A_k + V_k, the target of the critic
-
-Tokens between two turns are not actions and are not discounted: the next state of a token is that of the next *trained* token.
-V_(n+1) is 0 if the row has ended.
-
-Notation: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -154,7 +135,11 @@ def compute_gae_targets(batch: BatchedDataDict[Any], config: GAEConfig) -> GAETa
 
 
 def critic_rows(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """The rows to train the critic on: `token_mask` is 1 at the positions of the values of trained tokens' states."""
+    """The rows to train the critic on: `token_mask` is 1 at the positions of the values of trained tokens' states.
+
+    A scalar head computes a value after it has read a token, so the value of the state in which token t is sampled is at t - 1.
+    Advantages are at the positions of tokens, like log-probabilities; returns are at the positions of values.
+    """
     columns = ("input_ids", "input_lengths", "sample_mask", "returns", "prev_values")
     rows: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in columns})
     if "prompt_id" in batch:
@@ -191,6 +176,15 @@ def generalized_advantages(
     bootstrap: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, T] float32 advantages, 0.0 on tokens that are not trained.
+
+    https://arxiv.org/abs/1506.02438, equations 11, 12 and 16. With t_1 < ... < t_n the trained tokens of a row, V_k the value
+    of the state in which t_k is sampled, and r_k the reward of t_k:
+
+        delta_k = r_k + gamma V_(k+1) - V_k
+        A_k     = delta_k + gamma lam A_(k+1)
+        R_k     = A_k + V_k, the target of the critic
+
+    The next state of a token is that of the next *trained* token. V_(n+1) is 0 if the row has ended.
 
     Args:
         rewards: [B, T] reward of each trained token.

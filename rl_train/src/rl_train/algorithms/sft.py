@@ -4,8 +4,6 @@ Maximum likelihood with one departure from the usual loop: the loss is a mean ov
 across ranks and microbatches, so neither accumulation nor data parallelism gives tokens of short rows more weight.
 
 Notation: B rows, T tokens.
-
-Trains several epochs on the same rows, each shuffled differently, and merges the results.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""The section `sft`. Does not import torch.
-
-The section `dpo`. Does not import torch.
-
-The section `rm`. Does not import torch.
-
-What the sections of algorithms on pairs of answers have in common. Does not import torch.
-
-The section `distillation`. Does not import torch.
-"""
+"""The sections `sft`, `dpo`, `rm` and `distillation`. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Runs rollouts concurrently: one coroutine per rollout, so that none waits for the turns of others.
+"""Runs rollouts concurrently in one event loop: one coroutine per rollout, so that none waits for the turns of others.
 
-Streams the canary's rows as rollouts are streamed: one by one, in their event loop, and over a refit.
-
-The event loop of all rollouts of a run.
+The rows of the canary are streamed in the same loop, also over a refit.
 """
 
 from __future__ import annotations

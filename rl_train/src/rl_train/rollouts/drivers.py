@@ -1,8 +1,6 @@
-"""Rollout drivers: how one rollout is run, as a coroutine.
+"""How one rollout is run, as a coroutine: its turns, their tokens, and what the model reads before each (`rollout.history`).
 
-Tokenizes the messages of environments. Sampled tokens are kept and never retokenized.
-
-What the model reads before the next turn of a rollout (`rollout.history`).
+Sampled tokens are kept and never retokenized; the messages of environments are tokenized after them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""An environment as a pool of processes: splits batches over them and merges the results in order.
+"""An environment as a pool of processes, and rollouts that could not be scored.
 
-Rollouts that could not be scored: which errors may be retried, and how many a run accepts.
+Batches are split over the processes, and the results merged in order. Some errors may be retried; a run accepts a limited
+number of rollouts that failed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Samples and scores validation prompts with the current weights of the generation backend.
+"""Samples and scores validation prompts: correctness, rewards and lengths, each a mean over prompts with its standard error.
 
-Evaluation metrics: correctness, rewards and lengths, each a mean over prompts with its standard error.
-
-Decides which finished rollouts are correct, according to their environments.
-
-Exact estimates of pass@k and cons@k from n samples per prompt.
-
-Validation data with the period of its validations and the names of its metrics.
+Environments decide which rollouts are correct; pass@k and cons@k are estimated exactly from n samples per prompt.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Finished rollouts as plain records for logs, and recorded rollouts, which can be trained on again.
+"""Finished rollouts as records for logs, their metrics, and as files of a checkpoint.
 
-Metrics of a batch of rollouts.
-
-Finished groups of rollouts in a checkpoint, so that a resumed run trains on them instead of sampling them again.
-
-`groups.json` has everything but the tensors: each is replaced by its position in `groups.safetensors`, which has one tensor for
-each dtype, in which all tensors of that dtype follow each other. Log-probabilities are therefore exact.
+Recorded rollouts can be trained on again. A resumed run trains on the groups that its checkpoint has, instead of sampling them
+again: `groups.json` has everything but the tensors, each of which is replaced by its position in `groups.safetensors`, which
+has one tensor for each dtype, in which all tensors of that dtype follow each other. Log-probabilities are therefore exact.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The interface of sources of an algorithm's rollouts, and rollouts that begin.
-
-Recorded rollouts of another run, instead of sampled ones: the same batches with the same log-probabilities and versions.
-
-Mixes dataset answers into on-policy rollouts (GKD's student data fraction).
-"""
+"""The sources of rollouts: their interface, recorded rollouts of another run, and a mixture with answers of the data."""
 
 from __future__ import annotations
 

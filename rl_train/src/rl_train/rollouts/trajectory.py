@@ -1,16 +1,11 @@
-"""A rollout that grows turn by turn, and finished rollouts as rows of a batch.
+"""A rollout that grows turn by turn, finished rollouts as rows of a batch, and the seeds of their samples.
 
 A rollout has one or more segments. A segment is a sequence of tokens that the model has read and sampled. A new one starts when
 the history is rewritten, because the tokens before the next turn are then no longer those of the earlier turns.
 
-Batches in which a rollout has several rows, one for each segment, as batches with one row per rollout, and back.
-
-Rewards, baselines and statistics belong to rollouts, and tokens to rows. Whatever compares rewards or sums over the tokens of
-an answer is computed on `join_segments(batch)`, in which the row of a rollout has the tokens of its segments one after the
-other. The results are moved back with `split_segments` and `spread`. If each rollout has one row, all of them return their
-argument.
-
-Seeds of samples, which only depend on the run's seed and the sampled prompt, not on the time or the worker.
+Rewards, baselines and statistics belong to rollouts; models compute segments. `to_batch` has a row for each segment,
+`join_segments` a row for each rollout with the tokens of its segments one after the other, and `split_segments` goes back. If
+each rollout has one segment, both return their argument.
 """
 
 from __future__ import annotations

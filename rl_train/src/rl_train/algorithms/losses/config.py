@@ -1,13 +1,4 @@
-"""The section `loss_fn` of the built-in losses. Does not import torch.
-
-The section `loss_fn` of distillation. Does not import torch.
-
-The section `loss_fn` of the losses over pairs of a chosen and a rejected answer. Does not import torch.
-
-The section `loss_fn` of the reward model loss. Does not import torch.
-
-The section of the loss of a critic, `ppo.value_loss`. Does not import torch.
-"""
+"""The sections `loss_fn` of the built-in losses, and `ppo.value_loss`. Does not import torch."""
 
 from __future__ import annotations
 

@@ -16,20 +16,11 @@ tokens.
 
 Notation: B rows, T tokens, K candidates; p is the teacher, q the student. All quantities are in nats.
 
-Divergences between two distributions that are only known for K tokens; pure functions of log-probabilities in nats.
-
-p is the teacher, q the student. Their probabilities of K tokens are completed to distributions in one of two ways:
+The divergences are computed from K tokens, whose probabilities are completed to distributions in one of two ways:
 
     bucket        all other tokens form one more entry: the KL of the coarser distributions is never above that of the full ones
                   (data-processing inequality), and equal to it if K is the vocabulary
     renormalize   both are divided by their mass on the K tokens: mass outside is ignored, and not penalized
-
-    forward KL    sum p log(p / q)
-    reverse KL    sum q log(q / p)
-    JSD(b)        b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q: GKD, https://arxiv.org/abs/2306.13649, equation 1;
-                  JSD(b) / b converges to forward KL as b goes to 0, JSD(b) / (1 - b) to reverse KL as b goes to 1
-
-Notation: K tokens, the last axis.
 """
 
 from __future__ import annotations
@@ -151,7 +142,10 @@ def kl_divergence(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def generalized_jsd(teacher: torch.Tensor, student: torch.Tensor, beta: float) -> torch.Tensor:
-    """[...] JSD(beta) of two full distributions [..., K].
+    """[...] JSD(beta) of two full distributions [..., K], GKD, https://arxiv.org/abs/2306.13649, equation 1.
+
+    beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q. JSD(beta) / beta converges to forward KL as beta
+    goes to 0, JSD(beta) / (1 - beta) to reverse KL as beta goes to 1.
 
     Args:
         teacher: log p.

@@ -1,10 +1,8 @@
-"""Supervised training: the mean negative log-likelihood of the trained tokens.
+"""Losses on given answers: likelihood (SFT), preferences between pairs (DPO and its relatives), and scores of a reward model.
 
-Losses over pairs of a chosen and a rejected answer.
-
-Row 2i of a batch is a chosen answer and row 2i + 1 the rejected answer to the same prompt. Each answer has a score; the loss is
-a function of the margin, the score of the chosen answer minus that of the rejected one. With L the log-probability of an
-answer in nats, L_ref that of the reference policy, n its number of tokens and m the margin:
+Row 2i of a batch of pairs is a chosen answer and row 2i + 1 the rejected answer to the same prompt. Each answer has a score;
+the loss is a function of the margin, the score of the chosen answer minus that of the rejected one. With L the
+log-probability of an answer in nats, L_ref that of the reference policy, n its number of tokens and m the margin:
 
     DPO     score b (L - L_ref)              -(1 - e) log s(m) - e log s(-m)    https://arxiv.org/abs/2305.18290, equation 7;
                                              e > 0: conservative DPO, https://ericmitchell.ai/cdpo.pdf
@@ -15,17 +13,6 @@ answer in nats, L_ref that of the reference policy, n its number of tokens and m
             p = exp(L / n)
 
 s is the logistic function. Notation: B rows, T tokens.
-
-The Bradley-Terry loss of a reward model.
-
-Row 2i of a batch is a chosen answer and row 2i + 1 the rejected answer to the same prompt. With r_c and r_r their scores, the
-values after their last tokens, and m the margin of the pair's record (0 by default):
-
-    -log s(r_c - r_r - m) + w (r_c + r_r)^2
-
-Bradley and Terry 1952, with the probability s(r_c - r_r) that the chosen answer is preferred. The margin is that of Llama 2,
-https://arxiv.org/abs/2307.09288, equation 2. The second term fixes the mean of all scores, which pairs leave undetermined:
-https://arxiv.org/abs/2312.09244, equation 2. s is the logistic function. Notation: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -227,6 +214,15 @@ def _smoothed(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 class BradleyTerryLossFn(LossFunction):
     """The negative log-likelihood of the preferences, averaged over the pairs of the global batch.
+
+    With r_c and r_r the scores of a pair, the values after their last tokens, and m the margin of the pair's record (0 by
+    default):
+
+        -log s(r_c - r_r - m) + w (r_c + r_r)^2
+
+    Bradley and Terry 1952, with the probability s(r_c - r_r) that the chosen answer is preferred. The margin is that of
+    Llama 2, https://arxiv.org/abs/2307.09288, equation 2. The second term fixes the mean of all scores, which pairs leave
+    undetermined: https://arxiv.org/abs/2312.09244, equation 2.
 
     It is called with values instead of log-probabilities, and uses the value after each row's last token; only this token
     must be in `token_mask`.
