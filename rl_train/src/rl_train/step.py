@@ -9,8 +9,8 @@
         log(run, batch, step)                 # write the rollouts
         validate(run, step)                   # if it is due
 
-A verb times itself (`time/<phase>_s`), records its metrics, and takes the device memory that it needs. A rollout whose history
-was rewritten has several segments; an algorithm sees it as one row, and models compute its segments as separate rows.
+Verbs that compute time themselves (`time/<phase>_s`), record their metrics, and take the device memory that they need. A
+rollout whose history was rewritten has several segments: a row for an algorithm, several rows for models.
 """
 
 from __future__ import annotations
@@ -67,19 +67,15 @@ def score(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     """Add the log-probabilities of the batch's tokens that the loss compares with, before the step.
 
     Only what is read: not `prev_logprobs` if the step trains the weights that it scores (`LossFunction.on_policy`), and not
-    `reference_policy_logprobs` without a penalty. `stale_mask` marks the tokens that older weights sampled.
-
-    Args:
-        run: its policy, reference policy and teacher score.
-        batch: gets the columns.
-        also: further columns that the algorithm reads.
+    `reference_policy_logprobs` without a penalty. `also` are further columns that the algorithm reads. `stale_mask` marks the
+    tokens that older weights sampled.
     """
     with run.timed("score"):
         add_logprobs(run, batch, also)
 
 
 def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
-    """What `score` adds, for the rows of a validation."""
+    """What `score` adds, untimed; also for the rows of a validation."""
     if run.config.algorithm.is_on_policy(run.config):
         run.loss_fn.on_policy = True
     needed = run.loss_fn.required_keys | frozenset(also)
@@ -102,18 +98,16 @@ def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     stale = stale_mask(rows, run.policy.weight_version)
     if stale is not None:
         found["stale_mask"] = stale
+    # As the batch, with one row per rollout.
     joined = found if rows is batch else join_segments(BatchedDataDict[Any]({**rows, **found}))
     for key in found:
         batch[key] = joined[key]
 
 
 def optimize(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]] | None = None) -> None:
-    """Take optimizer steps on the batch: each on `policy.train_global_batch_size` whole rollouts.
+    """Take optimizer steps on the batch: each on `policy.train_global_batch_size` whole rollouts, in one pass.
 
-    Args:
-        run: its policy is trained.
-        batch: the rows.
-        train: takes the steps and returns the result of `PolicyInterface.train`; by default, one pass in the batch's order.
+    `train` takes them instead, and returns the result of `PolicyInterface.train`.
     """
     with run.timed("train"):
         run.free_memory_for(run.policy)

@@ -355,8 +355,8 @@ class LossFunction(ABC):
         candidates_key: the batch key [B, T, K] int64 of further tokens to score at each position. The backend computes their
             log-probabilities in the same pass, with gradient, and adds them to the data as `candidate_logprobs` [B, T, K]
             float32, in nats, 0.0 where `token_mask * sample_mask` is 0. Requires the capability `topk_logprobs`.
-        on_policy: set by an algorithm that updates the same weights that scored the batch, so that log p before the update
-            need not be in it.
+        on_policy: set if a step updates the same weights that scored the batch (`rl_train.step.score`), so that log p before
+            the update need not be in it.
         allows_dropout: whether the model's dropout may be on in training. It must be off if log-probabilities are compared
             with those of another pass (a ratio to the sampling policy, a reference policy, an old value), since dropout
             makes them differ for equal weights.

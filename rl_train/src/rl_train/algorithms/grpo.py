@@ -4,12 +4,14 @@ Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these depart
   1. the loss is a mean over all trained tokens of a global batch, not a mean of per-sequence means
      (the paper's is `loss_fn.token_level_loss: false`);
   2. no KL penalty unless `loss_fn.reference_policy_kl_penalty` is set; the paper uses 0.04;
-  3. rewards of a group are not divided by their standard deviation if they are equal up to rounding;
-  4. the scoring pass is skipped if a step makes one optimizer step (the ratio is 1) or the ratio is to the sampler.
+  3. the advantage is 0 if the rewards of a group are equal up to rounding; its tokens still count in the mean;
+  4. by default, a step makes one optimizer step: the ratio is 1, nothing is clipped, and the scoring pass is skipped, as also
+     with a ratio to the sampler. `policy.train_global_batch_size` sets more steps.
 
 One step: give the engine the new weights; sample G answers to each of P prompts; with dynamic sampling, replace groups that
 teach nothing; an answer's advantage is its reward less the mean of its group, divided by their standard deviation; every token
-of the answer has this advantage; take clipped gradient steps (`losses/policy_gradient.py`); validate when due.
+of the answer has this advantage; take clipped gradient steps (`losses/policy_gradient.py`); validate when due. A token trains
+if the model sampled it (`token_mask`) and its answer was scored and not filtered (`sample_mask`).
 
 DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO use this module with another loss, estimator or
 reward, see docs/algorithms/grpo.md.
@@ -34,8 +36,8 @@ from rl_train.step import Batch, declared, log, optimize, refit, rollouts, score
 
 def train(config: GRPOConfig, run: Run) -> None:
     """Train `run.policy` up to step `config.max_num_steps`, starting after `run.first_step`."""
-    shape = RewardShaping(config, run.config)  # scales rewards, subtracts a penalty of long answers
-    penalize = kl_penalty(run)  # subtracts the KL to the reference policy, if it is not in the loss
+    shape = RewardShaping(config, run.config)  # scales rewards; lowers those of long answers, or filters truncated ones
+    penalize = kl_penalty(run)  # with `loss_fn.use_kl_in_reward`, each token's KL to the reference policy
     estimate = declared(run.estimator, "advantages")  # by default `group_relative` for all tokens of an answer
     informative = only_informative(config, shape, estimate.is_informative) if config.use_dynamic_sampling else None
 
@@ -81,13 +83,13 @@ def group_relative(
         scored_R: bool; answers with False count in no statistic and have advantage zero. None if all were scored.
         sizes_R: see `per_group`.
     """
-    group = per_group(rewards_R, groups_R, scored_R=scored_R, sizes_R=sizes_R)
-    advantages_R = rewards_R.double() - group.mean_R
+    groups = per_group(rewards_R, groups_R, scored_R=scored_R, sizes_R=sizes_R)  # each statistic at the rows of its group
+    advantages_R = rewards_R.double() - groups.mean_R
     if leave_one_out:  # reward less the mean of the others = (reward less the mean of all) · n / (n - 1)
-        advantages_R = advantages_R * (group.size_R / (group.size_R - 1).clamp(min=1))
+        advantages_R = advantages_R * (groups.size_R / (groups.size_R - 1).clamp(min=1))
     if normalize:
-        advantages_R = advantages_R / group.std_R
-    teaches_R = ~group.equal_R if scored_R is None else ~group.equal_R & scored_R
+        advantages_R = advantages_R / groups.std_R
+    teaches_R = ~groups.equal_R if scored_R is None else ~groups.equal_R & scored_R
     return torch.where(teaches_R, advantages_R, 0.0).float()
 
 
@@ -99,11 +101,6 @@ def only_informative(
     A group is informative if the environment's rewards differ within it (equation 11, for rewards of 0 and 1), and the shaped
     rewards do too, which `reward_scaling` may clip to be equal. Shaped rewards alone do not count: a group without a correct
     answer would look informative because its answers differ in length. Groups are kept or dropped as a whole, when they end.
-
-    Args:
-        config: the section `grpo`.
-        shape: shapes the rewards of a batch in place.
-        is_informative: [R] bool, `AdvantageEstimator.is_informative`.
     """
 
     def keep(group: list[Trajectory]) -> bool:

@@ -1,8 +1,8 @@
 """Optimizer steps of a run, and the learning-rate schedules over them. Does not import torch.
 
 Users count steps of the algorithm, but schedules count optimizer steps: a step may make several, and PPO makes several passes
-over its rows. A named schedule without a length is as long as the run. The arguments of torch's own optimizers and schedulers
-are read from its source files.
+over its rows. A named schedule without a length is as long as the run. Arguments of torch's optimizers and schedulers are
+checked against its source files.
 """
 
 from __future__ import annotations

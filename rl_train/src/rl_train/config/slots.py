@@ -1,7 +1,7 @@
 """The sections of a config: which belong to components (`SLOTS`), and the sections of one config, each with its model.
 
 `SLOTS` is the only list of them. The loader, the JSON schema, the config reference, `rlcore explain` and the rules derive from
-it. The last functions read attributes of components' classes from their source files, without importing them.
+it. Attributes of components' classes that they need are read from source files, without importing them.
 """
 
 from __future__ import annotations

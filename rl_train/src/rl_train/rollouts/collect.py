@@ -1,6 +1,6 @@
 """Runs rollouts concurrently in one event loop: one coroutine per rollout, so that none waits for the turns of others.
 
-The rows of the canary are streamed in the same loop, also over a refit.
+Rows of the canary (`rl_train.weight_sync.canary`) are streamed in the same loop, also over a refit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finished rollouts as records for logs, their metrics, and as files of a checkpoint.
+"""Finished rollouts as records for logs, with their metrics, and as files of a checkpoint.
 
-Recorded rollouts can be trained on again. A resumed run trains on the groups that its checkpoint has, instead of sampling them
-again: `groups.json` has everything but the tensors, each of which is replaced by its position in `groups.safetensors`, which
-has one tensor for each dtype, in which all tensors of that dtype follow each other. Log-probabilities are therefore exact.
+Recorded rollouts can be trained on again. A resumed run trains on the groups in its checkpoint, instead of sampling them again:
+`groups.json` has everything but the tensors, and `groups.safetensors` one tensor for each dtype, with all tensors of that dtype
+one after the other, so that log-probabilities are exact.
 """
 
 from __future__ import annotations

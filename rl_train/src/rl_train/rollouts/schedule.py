@@ -12,8 +12,8 @@ too old. The rules count groups that are alive, not totals, so groups that are d
 need no special case. Only with `oversampling`, more groups may begin than steps can train on; those that no step needs within
 the bound are surplus, whatever their length.
 
-Every batch is checked against the versions of its tokens. Metrics that are means over tokens cover those of the current weights
-or those that older weights sampled.
+The bound is checked in every batch, from the versions of its tokens. Metrics that are means over tokens are split into those of
+tokens that the current weights sampled, and of the others.
 """
 
 from __future__ import annotations

@@ -5,6 +5,12 @@ On the teacher's K most likely tokens (`topk`), the divergence itself, with an e
     forward KL, reverse KL, JSD(b)   GKD, https://arxiv.org/abs/2306.13649, equations 1 to 3
     mixed                            w times forward KL, 1 - w times reverse KL
 
+The probabilities of the K tokens are completed to distributions in one of two ways:
+
+    bucket        all other tokens form one more entry: the KL of the coarser distributions is never above that of the full ones
+                  (data-processing inequality), and equal to it if K is the vocabulary
+    renormalize   both are divided by their mass on the K tokens: mass outside is ignored, and not penalized
+
 On sampled tokens only, reverse KL as a policy gradient (https://thinkingmachines.ai/blog/on-policy-distillation): with the
 advantage A = log p - log q before the step, without a gradient, and the importance ratio r of the token, with its logarithm
 clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`),
@@ -15,12 +21,6 @@ Each token only gets its own divergence, unlike in MiniLLM (https://arxiv.org/ab
 tokens.
 
 Notation: B rows, T tokens, K candidates; p is the teacher, q the student. All quantities are in nats.
-
-The divergences are computed from K tokens, whose probabilities are completed to distributions in one of two ways:
-
-    bucket        all other tokens form one more entry: the KL of the coarser distributions is never above that of the full ones
-                  (data-processing inequality), and equal to it if K is the vocabulary
-    renormalize   both are divided by their mass on the K tokens: mass outside is ignored, and not penalized
 """
 
 from __future__ import annotations

@@ -142,3 +142,24 @@ def mismatch_metrics(
         "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), current, global_valid_toks),
         "mismatch/max": torch.where(current > 0, difference, torch.zeros_like(difference)).max(),
     }
+
+
+def ratio_metrics(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    config: ClippedPGLossConfig,
+    global_valid_toks: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The ratios of a clipped loss, and the fraction of tokens for which the clip decides; all [B, T] without a gradient."""
+    trained = mask > 0
+    above, below = ratio > 1.0 + config.ratio_clip_max, ratio < 1.0 - config.ratio_clip_min
+    # CISPO clips regardless of the sign of the advantage; min() does not clip if that would raise the objective.
+    clipped = above | below if config.use_cispo else (above & (advantages > 0)) | (below & (advantages < 0))
+    one = torch.ones_like(ratio)
+    return {
+        "ratio/mean": token_mean(ratio, mask, global_valid_toks),
+        "ratio/min": torch.where(trained, ratio, one).min(),
+        "ratio/max": torch.where(trained, ratio, one).max(),
+        "ratio/clipped_frac": token_mean(clipped.to(ratio.dtype), mask, global_valid_toks),
+    }

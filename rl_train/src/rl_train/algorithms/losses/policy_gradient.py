@@ -24,16 +24,19 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType, Reduction
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, GRPOLossConfig
-from rl_train.algorithms.losses.kl import mismatch_metrics, reference_kl, sampling_weights
+from rl_train.algorithms.losses.kl import mismatch_metrics, ratio_metrics, reference_kl, sampling_weights
 from rl_train.algorithms.losses.means import bounded_log_ratio, row_means, sequence_mean, token_mean
 
 
 class ClippedPGLossFn(LossFunction):
     """-min(ratio · A, clip(ratio) · A) at each trained token, plus the weighted KL to the reference policy.
 
+    The default of GRPO. The ratio is clipped to 1 - `ratio_clip_min` and 1 + `ratio_clip_max` (0.2 by default). The mean is
+    over the trained tokens, or the rows, of one optimizer step on all ranks.
+
     ratio = exp(log p now - log p before the step), with the difference clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`).
-    With `on_policy` the two are equal, so `prev_logprobs` is not needed and the ratio is 1 with the gradient of log p.
-    With `ratio_to: sampler`, the log-probability of the sampler replaces that before the step; `prev_logprobs` is not needed.
+    With `on_policy` the two are equal, so `prev_logprobs` is not needed and the ratio is 1 with the gradient of log p. With
+    `ratio_to: sampler`, the log-probability of the sampler replaces that before the step in either case.
     """
 
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {
@@ -71,10 +74,7 @@ class ClippedPGLossFn(LossFunction):
         return frozenset({"stale_mask"})
 
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
-        """Rows with a trained token whose advantage is not 0; all rows with a KL penalty in the loss.
-
-        Also all rows in a subclass that computes the loss differently, because its terms are unknown here.
-        """
+        """Rows with a trained token whose advantage is not 0; all with a KL in the loss, or other terms in a subclass."""
         if self.has_kl_penalty or any(getattr(type(self), name) is not getattr(ClippedPGLossFn, name) for name in _TERMS):
             return None
         trained = (data["token_mask"] * data["sample_mask"].unsqueeze(-1)) > 0
@@ -109,7 +109,7 @@ class ClippedPGLossFn(LossFunction):
 
         if self.on_policy or not to_sampler:  # otherwise, the log-probabilities before the step are unknown
             metrics |= mismatch_metrics(previous, sampled, mask, global_valid_toks, stale=data.get("stale_mask"))
-        metrics |= self._ratio_metrics(ratio.detach(), data["advantages"], mask, global_valid_toks)
+        metrics |= ratio_metrics(ratio.detach(), data["advantages"], mask, self.config, global_valid_toks)
         metrics["entropy/sampled"] = token_mean(-next_token_logprobs.detach(), mask, global_valid_toks)
         return loss, metrics
 
@@ -138,28 +138,13 @@ class ClippedPGLossFn(LossFunction):
             return token_mean(values, mask, toks)  # the sum over trained tokens / their number in the global batch
         return sequence_mean(values, mask, seqs, constant_length=self.config.constant_length_normalizer)
 
-    def _ratio_metrics(
-        self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, toks: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        trained = mask > 0
-        above, below = ratio > 1.0 + self.config.ratio_clip_max, ratio < 1.0 - self.config.ratio_clip_min
-        # CISPO clips regardless of the sign of the advantage; min() does not clip if that would raise the objective.
-        clipped = above | below if self.config.use_cispo else (above & (advantages > 0)) | (below & (advantages < 0))
-        one = torch.ones_like(ratio)
-        return {
-            "ratio/mean": token_mean(ratio, mask, toks),
-            "ratio/min": torch.where(trained, ratio, one).min(),
-            "ratio/max": torch.where(trained, ratio, one).max(),
-            "ratio/clipped_frac": token_mean(clipped.to(ratio.dtype), mask, toks),
-        }
-
 
 _TERMS = ("__call__", "_ratio", "_surrogate", "_mean")
 """Methods that determine which rows have a gradient."""
 
 
 class GRPOLossFn(ClippedPGLossFn):
-    """`ClippedPGLossFn` with the defaults of the GRPO paper: a KL penalty of 0.04 with k3, and a mean per sequence."""
+    """The loss `grpo`, with the defaults of the GRPO paper: a KL penalty of 0.04 with k3, and a mean per sequence."""
 
     def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
         super().__init__(config or GRPOLossConfig())
