@@ -1,5 +1,6 @@
 """`rlcore plan`: memory by process, overrides that were tried, measured steps, exit codes; the warning of `rlcore train`."""
 
+import contextlib
 import json
 import logging
 import os
@@ -194,8 +195,10 @@ def test_processes_of_a_measured_run_end_with_the_command_and_on_sigterm(tmp_pat
             assert time.monotonic() < until
             time.sleep(0.1)
         time.sleep(1)
-        process.terminate()
-        process.communicate(timeout=300)
+        while process.poll() is None:  # a signal is lost while a callback runs
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=5)
     assert process.returncode == 143
     marked_processes.assert_gone(str(tmp_path))
     assert not list(short.glob("rlcore-plan-*"))

@@ -21,7 +21,7 @@ from rl_train.config.reference import schema_index
 OURS = ("core", "train", "hf", "megatron", "vllm", "openai", "sandbox", "envs")
 VALIDATORS = {"field_validator", "model_validator"}
 CHECKING_METHODS = {"conflicts", "deep_conflicts"}
-CHECKS = ("rl_train/config/rules/", "_checks.py", "cli/")
+CHECKS = ("rl_train/config/rules/", "_checks.py", "assembly/checks.py", "cli/")
 """Decorators, methods and files of the code that only rejects or prints a config."""
 
 BY_EACH = {

@@ -91,7 +91,7 @@ def nobody_is_called(folder, *own_server):
 LOG_ONE_STEP = """
 import pathlib
 from rl_train.metrics.logger_config import {name}Config
-from rl_train.metrics.{module} import {name}Logger
+from rl_train.metrics.logger import {name}Logger
 logger = {name}Logger(config={name}Config(), folder=pathlib.Path({folder!r}))
 logger.log_metrics({{"reward/mean": 1.0}}, 1)
 logger.finish()
@@ -99,7 +99,7 @@ logger.finish()
 
 
 def log_one_step(name, folder, env):
-    code = LOG_ONE_STEP.format(name=name, module=name.lower(), folder=str(folder))
+    code = LOG_ONE_STEP.format(name=name, folder=str(folder))
     return subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=240, capture_output=True, text=True)
 
 

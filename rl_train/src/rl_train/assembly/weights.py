@@ -15,10 +15,9 @@ from rl_train.config.rules.rollouts import (
     IN_PROCESS_TRANSPORTS,
     digests_are_held,
     missing_canary,
-    uses_canary,
     with_transports_of_plugins,
 )
-from rl_train.config.schema import RunConfig
+from rl_train.config.schema import RunConfig, uses_canary
 from rl_train.weight_sync.canary import (
     Canary,
     CanaryCalibration,

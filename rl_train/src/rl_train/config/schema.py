@@ -441,3 +441,8 @@ def parse_duration(value: float | str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{value!r} is not a duration: it must be positive")
     return seconds
+
+
+def uses_canary(generation: GenerationConfig) -> bool:
+    """Whether the canary is enabled and possible: a policy does not score tokens with an engine's changes of logits."""
+    return generation.refit_canary and not generation.logit_changes()

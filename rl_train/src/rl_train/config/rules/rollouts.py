@@ -16,7 +16,7 @@ from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.registry import Registry
 from rl_train.config.rules.models import each_engine
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, CheckedConfig, Stage, Use, rule
-from rl_train.config.schema import RunConfig
+from rl_train.config.schema import RunConfig, uses_canary
 from rl_train.config.slots import static_attribute
 
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
@@ -418,11 +418,6 @@ def tool_parser_exists(config: CheckedConfig, task: str, section: EnvironmentCon
 def digests_are_held(capabilities: Collection[str]) -> bool:
     """Whether the fingerprint of an engine with these capabilities covers the tensors that it computes with."""
     return Capability.HELD_WEIGHT_DIGESTS in capabilities
-
-
-def uses_canary(generation: GenerationConfig) -> bool:
-    """Whether the canary is enabled and possible: a policy does not score tokens with an engine's changes of logits."""
-    return generation.refit_canary and not generation.logit_changes()
 
 
 def missing_canary(generation: GenerationConfig, capabilities: Collection[str]) -> Problem | None:
