@@ -71,7 +71,7 @@ VISITS = {
     "train": "train 3",
     "refit": "refit 4",
     "sync": "sync 5",
-    "checkpoint": "checkpoint 2",
+    "checkpoint": "checkpoint 3",  # the first is that of the rehearsal
     "agent": "agent 45",
 }
 """Each is after the checkpoint of step 2 and before that of step 4 is complete."""
