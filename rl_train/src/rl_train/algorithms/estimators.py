@@ -356,13 +356,14 @@ def group_advantages(
 
 
 class PerRollout(AdvantageEstimator):
-    """Deprecated: passes an estimator one row per rollout, as `rl_train.step.rollouts` returns them.
+    """Deprecated: passes an estimator one row per rollout. `rl_train.step.rollouts` returns such rows.
 
     Args:
         estimator: estimates the advantages of rollouts.
     """
 
     def __init__(self, estimator: AdvantageEstimator) -> None:
+        warnings.warn("PerRollout is not needed with rl_train.step.rollouts.", DeprecationWarning, stacklevel=2)
         self.estimator = estimator
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
