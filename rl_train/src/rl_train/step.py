@@ -76,8 +76,7 @@ def score(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
 
 def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     """What `score` adds, untimed; also for the rows of a validation."""
-    if run.config.algorithm.is_on_policy(run.config):
-        run.loss_fn.on_policy = True
+    run.loss_fn.on_policy = run.config.algorithm.is_on_policy(run.config)
     needed = run.loss_fn.required_keys | frozenset(also)
     rows = split_segments(batch)
     found: dict[str, torch.Tensor] = {}

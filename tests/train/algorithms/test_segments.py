@@ -218,12 +218,14 @@ def test_a_grpo_step_on_segments_equals_one_written_out_by_hand(model_folder, tm
         checkpointing={"enabled": False},
     )
     policy = HuggingFacePolicy(config=section)
+    loss_fn = ClippedPGLossFn(config.loss_fn)
+    loss_fn.on_policy = True  # as another run with the same loss may have left it
     records, metrics = [], {}
     run = grpo.Run(
         config=config,
         folder=tmp_path,
         policy=policy,
-        loss_fn=ClippedPGLossFn(config.loss_fn),
+        loss_fn=loss_fn,
         loggers=[],
         checkpoints=None,
         tokenizer=None,
