@@ -138,7 +138,7 @@ def test_a_state_of_other_rows_is_rejected_if_both_fingerprints_are_known():
 
 
 def test_a_row_is_tokenized_once_while_its_tokens_are_kept(monkeypatch):
-    monkeypatch.setattr(processors, "_TOKENS_KEPT", 10)
+    monkeypatch.setattr(processors, "_TOKENS_KEPT", 570)
     tokenized = []
 
     def process(record, *, idx):
@@ -147,4 +147,4 @@ def test_a_row_is_tokenized_once_while_its_tokens_are_kept(monkeypatch):
 
     rows = processors.TokenizedRows([{"messages": []}] * 4, process, tasks=processors.TaskChoice())
     assert [rows[index]["idx"] for index in (0, 1, 0, 1, 2, 1, 0)] == [0, 1, 0, 1, 2, 1, 0]
-    assert tokenized == [0, 1, 2, 0]  # two rows of four tokens are kept
+    assert tokenized == [0, 1, 2, 0]  # two rows of four tokens are kept, each with the memory of 280 more

@@ -264,6 +264,8 @@ def _truncate(log: MessageLog, max_length: int) -> None:
 _FIELDS = ("messages", "prompt", "chosen", "rejected", "prefill", "tools")
 _TOKENS_KEPT = 1 << 22
 """Most tokens of rows that are kept, at 12 bytes each, so that a row that is checked before a run is tokenized once."""
+_TOKENS_OF_A_ROW = 280
+"""The memory of a row apart from its tokens (3.3 KB were measured), in tokens."""
 _log = logging.getLogger("rlcore")
 
 
@@ -291,9 +293,9 @@ class TokenizedRows(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if (row := self._kept.get(int(index))) is None:
             row = self._kept[int(index)] = self._tokenized(index)
-            self._tokens_kept += _length(row)
+            self._tokens_kept += _tokens_of(row)
             while self._tokens_kept > _TOKENS_KEPT:
-                self._tokens_kept -= _length(self._kept.pop(next(iter(self._kept))))
+                self._tokens_kept -= _tokens_of(self._kept.pop(next(iter(self._kept))))
         return row
 
     def _tokenized(self, index: Any) -> Any:
@@ -346,8 +348,8 @@ class TokenizedRows(Sequence[Any]):
             )
 
 
-def _length(row: Mapping[str, Any]) -> int:
-    return sum(row.get(key, 0) for key in ("length", "length_chosen", "length_rejected"))
+def _tokens_of(row: Mapping[str, Any]) -> int:
+    return _TOKENS_OF_A_ROW + sum(int(row.get(key, 0)) for key in ("length", "length_chosen", "length_rejected"))
 
 
 def load_policy_tokenizer(policy: PolicyConfig) -> Any:
