@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIMITS := --constraint constraints.txt
 TORCH := torch==2.13.0
 VLLM := rl_backends_vllm[cpu,server]
-PACKAGES := rl_core rl_train rl_backends_hf rl_sandbox rl_envs cli
+PACKAGES := rl_core rl_train rl_backends_base rl_backends_hf rl_sandbox rl_envs cli
 MORE_PACKAGES := rl_backends_megatron rl_backends_vllm rl_backends_openai rl_serve
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(package)/pyproject.toml)

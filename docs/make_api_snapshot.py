@@ -15,12 +15,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_core.old_paths import NEW_PATHS
+from rl_core.old_paths import NEW_NAMES, NEW_PATHS
 
 DOCS = Path(__file__).parent
 SNAPSHOT = DOCS / "api_snapshot.txt"
 _RAY_ARGUMENT = "_ray_trace_ctx"
 """Ray adds it to the methods of a class, and of its bases, that was an actor in this process."""
+_NEW_PATHS = NEW_PATHS | {
+    f"{old}.{name}": f"{new}.{name}"
+    for old, modules in NEW_NAMES.items()
+    for new, names in modules.items()
+    for name in names.split()
+}
 CONFIGS = ("rl_core.config.schema", "rl_train.config.schema")
 
 
@@ -47,16 +53,16 @@ def breaks(snapshot: str, current: str) -> list[str]:
 
 
 def _with_new_path(line: str) -> str:
-    """A line about a module that has moved, as it is at the new path."""
-    old = max((old for old in NEW_PATHS if line.startswith(f"{old}.")), key=len, default=None)
-    return line if old is None else NEW_PATHS[old] + line.removeprefix(old)
+    """A line about a module or a name that has moved, as it is at the new path."""
+    old = max((old for old in _NEW_PATHS if re.match(rf"{re.escape(old)}\b", line)), key=len, default=None)
+    return line if old is None else _NEW_PATHS[old] + line.removeprefix(old)
 
 
 def shown_paths() -> Iterator[str]:
     """The paths after `:::` on the pages of docs/api, without those of distributions that need an engine to import."""
     for page in sorted((DOCS / "api").glob("*.md")):
         for path in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
-            if not path.startswith(("rl_backends_", "rl_envs", "rl_sandbox")):
+            if path.startswith("rl_backends_base") or not path.startswith(("rl_backends_", "rl_envs", "rl_sandbox")):
                 yield path
 
 

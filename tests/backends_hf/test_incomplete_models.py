@@ -16,8 +16,8 @@ from huggingface_hub import constants
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.model import load_model
+from rl_core.data.loaded_model import check_files
 from rl_core.errors import CheckpointError, UserError, WorkerError
-from rl_core.training.loaded_model import check_files
 from rl_envs.reward_model import load_reward_model
 
 LAYER = "model.layers.1.mlp.down_proj.weight"

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
+from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_hf.training.optimizer import HostMemory, MasterWeights
 from rl_backends_hf.training.training_state import TrainingState, _empty_like_stored
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
-from rl_core.training.optimizer_settings import OptimizerSettings
 
 ELSEWHERE = torch.device("meta")
 """A device that every machine has in addition to its CPU; it stores no data."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from rl_backends_base.optimizer_settings import build_scheduler
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig, HFPolicyConfig
 from rl_backends_hf.model import exact_weights
@@ -11,7 +12,6 @@ from rl_backends_hf.training.optimizer import MasterWeights, build_optimizer
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError, ConfigError, NonFiniteError, NotSupportedError, UserError
-from rl_core.training.optimizer_settings import build_scheduler
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from rl_backends_base.data_only import read_metadata
 from rl_backends_megatron.hf_folder import read_generation_config
 from rl_backends_megatron.training_state import saved_setting
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError, WorkerError
 from rl_core.interfaces.policy import LossFunction
-from rl_core.training.data_only import read_metadata
 
 pytestmark = pytest.mark.megatron
 

@@ -20,6 +20,7 @@ PUBLIC = (
     "rl_core/src/rl_core/cluster",
     "rl_core/src/rl_core/data",
     "rl_core/src/rl_core/plugins",
+    "rl_backends_base/src/rl_backends_base",
     "rl_backends_hf/src/rl_backends_hf",
     "rl_backends_megatron/src/rl_backends_megatron",
     "rl_backends_vllm/src/rl_backends_vllm",

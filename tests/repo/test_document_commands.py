@@ -18,6 +18,7 @@ from rlcore_cli.main import COMMANDS, app, main
 OURS = {
     "rl_core",
     "rl_train",
+    "rl_backends_base",
     "rl_backends_hf",
     "rl_backends_megatron",
     "rl_backends_vllm",

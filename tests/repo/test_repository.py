@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "rl_core",
     "rl_train",
+    "rl_backends_base",
     "rl_backends_hf",
     "rl_backends_megatron",
     "rl_backends_vllm",
@@ -41,9 +42,9 @@ def test_versions_are_literal_and_in_lockstep():
     for package in PACKAGES:
         for requirement in description(package)["project"]["dependencies"]:
             if requirement.startswith(("rl-", "rlcore")):
-                assert requirement in {f"{name}~={minor}.0" for name in ("rl-core", "rl-train", "rl-sandbox")}, (
-                    f"{package} requires {requirement}"
-                )
+                assert requirement in {
+                    f"{name}~={minor}.0" for name in ("rl-core", "rl-train", "rl-sandbox", "rl-backends-base")
+                }, f"{package} requires {requirement}"
     import rl_core
     import rl_train
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from rl_backends_base import MicrobatchSplitter, scored_tokens
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.layers import PackedRows, packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
-from rl_core.backend import BatchedDataDict, MicrobatchSplitter, scored_tokens
+from rl_core.backend import BatchedDataDict
 from rl_core.data.shared_prefix import pack_rows
 
 

@@ -32,10 +32,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rl_backends_base import OptimizerSettings, build_scheduler
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.megatron_internals import ENTRIES_OF_PARAMETER, GATHERED_STATE, LOADED_STATE
 from rl_backends_megatron.model import DTYPES, Chunks
-from rl_core.backend import OptimizerSettings, build_scheduler
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
 

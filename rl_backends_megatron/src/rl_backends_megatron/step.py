@@ -12,18 +12,12 @@ from typing import Any
 
 import torch
 
+from rl_backends_base import first_non_finite_loss, non_finite_step_error, reduce_metrics
 from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import Head, forward, forward_backward
-from rl_core.backend import (
-    BatchedDataDict,
-    GlobalCounts,
-    StepResult,
-    first_non_finite_loss,
-    non_finite_step_error,
-    reduce_metrics,
-)
+from rl_core.backend import BatchedDataDict, GlobalCounts, StepResult
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.policy import LossFunction
 

@@ -25,11 +25,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from rl_backends_megatron.cpu_shim import cpu_shim
-from rl_backends_megatron.megatron_internals import CHECKPOINT_PLANNER, CHECKPOINT_READER, RESULTS_QUEUE
-from rl_backends_megatron.optimizer import TrainableModel, init_state, match_layout, patched_state_io, separate_step_counters
-from rl_backends_megatron.parallel import Ranks
-from rl_core.backend import (
+from rl_backends_base import (
     DAMAGE_ERRORS,
     TRAINER_FILE,
     DataOnlyBytes,
@@ -39,6 +35,10 @@ from rl_core.backend import (
     reason_of,
     write_error,
 )
+from rl_backends_megatron.cpu_shim import cpu_shim
+from rl_backends_megatron.megatron_internals import CHECKPOINT_PLANNER, CHECKPOINT_READER, RESULTS_QUEUE
+from rl_backends_megatron.optimizer import TrainableModel, init_state, match_layout, patched_state_io, separate_step_counters
+from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError
 
 _FORMAT: Final = 2

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from rl_backends_base import PolicyWorkerBase
 from rl_backends_megatron import training_state
 from rl_backends_megatron.config import MegatronPolicyConfig, memory_advice
 from rl_backends_megatron.cpu_shim import cpu_shim
@@ -27,7 +28,6 @@ from rl_core.backend import (
     BatchedDataDict,
     GlobalCounts,
     PolicyFacts,
-    PolicyWorkerBase,
     RefitManifest,
     StepResult,
     WorkerContext,

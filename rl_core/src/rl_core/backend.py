@@ -1,8 +1,9 @@
-"""What a backend is built from: the one module that authors of policies and generation engines import from.
+"""What a backend is built from: the one module of rl-core that authors of policies and generation engines import from.
 
 A backend consists of a config model, a worker and a facade. The facade is what a run constructs. It starts one worker per rank,
-in this process or on a cluster, and does what is the same for all backends: sharding, dispatch, timeouts, restarts. See
-docs/api/backend.md for the arguments of a facade, the facts of a worker, and how weights arrive.
+in this process or on a cluster, and does what is the same for all backends: sharding, dispatch, timeouts, restarts. The package
+`rl_backends_base` has workers that lack only the model. See docs/api/backend.md for the arguments of a facade, the facts of a
+worker, and how weights arrive.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from rl_core.data.generation_io import PromptReader as PromptReader
 from rl_core.data.generation_io import SampledRow as SampledRow
 from rl_core.data.generation_io import end_token_ids as end_token_ids
 from rl_core.data.generation_io import to_output as to_output
+from rl_core.data.loaded_model import CLASSIFIER as CLASSIFIER
+from rl_core.data.loaded_model import Head as Head
+from rl_core.data.loaded_model import check_files as check_files
+from rl_core.data.loaded_model import check_loaded as check_loaded
+from rl_core.data.loaded_model import exact_attention as exact_attention
+from rl_core.data.loaded_model import refuse_other_head as refuse_other_head
+from rl_core.data.loaded_model import report_as_error as report_as_error
 from rl_core.data.tokenizer import find_tokenizer as find_tokenizer
 from rl_core.dispatch.generation import DistributedGeneration as DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy as DistributedPolicy
@@ -35,26 +43,12 @@ from rl_core.interfaces.worker import PolicyFacts as PolicyFacts
 from rl_core.interfaces.worker import PolicyWorker as PolicyWorker
 from rl_core.interfaces.worker import StepResult as StepResult
 from rl_core.interfaces.worker_context import WorkerContext as WorkerContext
-from rl_core.training.loaded_model import CLASSIFIER as CLASSIFIER
-from rl_core.training.loaded_model import Head as Head
-from rl_core.training.loaded_model import check_files as check_files
-from rl_core.training.loaded_model import check_loaded as check_loaded
-from rl_core.training.loaded_model import exact_attention as exact_attention
-from rl_core.training.loaded_model import refuse_other_head as refuse_other_head
-from rl_core.training.loaded_model import report_as_error as report_as_error
-from rl_core.training.microbatch_splitter import MicrobatchSplitter as MicrobatchSplitter
-from rl_core.training.microbatch_splitter import first_non_finite_loss as first_non_finite_loss
-from rl_core.training.microbatch_splitter import non_finite_step_error as non_finite_step_error
-from rl_core.training.microbatch_splitter import reduce_metrics as reduce_metrics
-from rl_core.training.microbatch_splitter import return_freed_memory as return_freed_memory
-from rl_core.training.microbatch_splitter import scored_tokens as scored_tokens
-from rl_core.training.optimizer_settings import OptimizerSettings as OptimizerSettings
-from rl_core.training.optimizer_settings import build_scheduler as build_scheduler
-from rl_core.training.optimizer_settings import call_named as call_named
-from rl_core.training.policy_worker import PolicyWorkerBase as PolicyWorkerBase
+from rl_core.interfaces.worker_context import return_freed_memory as return_freed_memory
+from rl_core.old_paths import NEW_NAMES
 from rl_core.weights.checkpoint_names import CheckpointNames as CheckpointNames
 from rl_core.weights.disk import file_digest as file_digest
 from rl_core.weights.disk import resolve_below as resolve_below
+from rl_core.weights.fingerprint import digest_of as digest_of
 from rl_core.weights.fingerprint import natural_kind as natural_kind
 from rl_core.weights.fingerprint import same_digests_on_every_replica as same_digests_on_every_replica
 from rl_core.weights.fingerprint import tensor_digests as tensor_digests
@@ -69,17 +63,8 @@ from rl_core.weights.receiver import WeightSink as WeightSink
 from rl_core.weights.source import WeightSource as WeightSource
 
 if TYPE_CHECKING:
-    from rl_core.training.data_only import DAMAGE_ERRORS as DAMAGE_ERRORS
-    from rl_core.training.data_only import TRAINER_FILE as TRAINER_FILE
-    from rl_core.training.data_only import DataOnlyBytes as DataOnlyBytes
-    from rl_core.training.data_only import DataOnlyReader as DataOnlyReader
-    from rl_core.training.data_only import read_metadata as read_metadata
-    from rl_core.training.data_only import read_state_file as read_state_file
-    from rl_core.training.data_only import read_trainer_file as read_trainer_file
-    from rl_core.training.data_only import reason_of as reason_of
-    from rl_core.training.data_only import write_error as write_error
     from rl_core.weights.disk import first_non_finite as first_non_finite
     from rl_core.weights.disk import refuse_non_finite_file as refuse_non_finite_file
 
 # torch.distributed.checkpoint takes almost a second to import, and engines do not need it.
-__getattr__ = import_on_first_use(__name__)
+__getattr__ = import_on_first_use(__name__, moved=NEW_NAMES[__name__])

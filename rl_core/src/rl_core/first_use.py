@@ -33,7 +33,15 @@ def import_on_first_use(
             warnings.warn(f"{package}.{name} has moved to {new_module_of[name]}.", DeprecationWarning, stacklevel=2)
         elif name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module((new_module_of | module_of)[name], package), name)
+        module = (new_module_of | module_of)[name]
+        try:
+            return getattr(import_module(module, package), name)
+        except ModuleNotFoundError as error:
+            if error.name != module.partition(".")[0]:
+                raise
+            raise ImportError(
+                f"{package}.{name} is now in another distribution: pip install {module.replace('_', '-')}"
+            ) from error
 
     return load
 

@@ -26,6 +26,11 @@ NEW_PATHS: Final = {
     "rl_core.interfaces.weights": "rl_core.interfaces.policy",
     "rl_core.plugins.capabilities": "rl_core.plugins.component",
     "rl_core.plugins.record": "rl_core.plugins.component",
+    "rl_core.training.data_only": "rl_backends_base.data_only",
+    "rl_core.training.loaded_model": "rl_core.data.loaded_model",
+    "rl_core.training.microbatch_splitter": "rl_backends_base.microbatches",
+    "rl_core.training.optimizer_settings": "rl_backends_base.optimizer_settings",
+    "rl_core.training.policy_worker": "rl_backends_base.policy_worker",
     "rl_train.algorithms.advantages": "rl_train.algorithms.estimators",
     "rl_train.algorithms.critic": "rl_train.algorithms.ppo",
     "rl_train.algorithms.gae": "rl_train.algorithms.ppo",
@@ -38,6 +43,17 @@ NEW_PATHS: Final = {
     "rl_train.runtime.trainers": "rl_train.trainers.trainers",
     "rl_train.validation": "rl_train.logprob_agreement",
 }
+
+"""Old module to new module."""
+NEW_NAMES: Final = {
+    "rl_core.backend": {
+        "rl_backends_base": "DAMAGE_ERRORS TRAINER_FILE DataOnlyBytes DataOnlyReader MicrobatchSplitter OptimizerSettings "
+        "PolicyWorkerBase build_scheduler call_named first_non_finite_loss non_finite_step_error read_metadata read_state_file "
+        "read_trainer_file reason_of reduce_metrics scored_tokens write_error"
+    },
+    "rl_core.interfaces": {"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"},
+}
+"""Module to new module to the names that have moved there, separated by spaces."""
 
 
 class OldPaths:

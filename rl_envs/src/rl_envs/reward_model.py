@@ -16,11 +16,11 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.hub import pretrained_location, require_model
+from rl_core.data.loaded_model import check_loaded, exact_attention, report_as_error
 from rl_core.data.tokenizer import conversation_tokens, load_tokenizer
 from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.interfaces.environment import Conversation
-from rl_core.training.loaded_model import check_loaded, exact_attention, report_as_error
 from rl_envs.config import RewardModelEnvironmentConfig
 
 SCORE_KEY = "reward_model"

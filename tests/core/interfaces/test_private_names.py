@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_core.backend import DistributedGeneration, PolicyWorkerBase, WeightSink
+from rl_backends_base import PolicyWorkerBase
+from rl_core.backend import DistributedGeneration, WeightSink
 from rl_core.environments import ScorerEnvironment
 from rl_core.errors import ComponentImportError, InvalidComponentError
 from rl_core.plugins.component import Component
@@ -11,7 +12,7 @@ from rl_core.plugins.component import Component
 @pytest.mark.parametrize(
     ("base", "name", "owner"),
     [
-        (PolicyWorkerBase, "_score", "rl_core.training.policy_worker.PolicyWorkerBase"),
+        (PolicyWorkerBase, "_score", "rl_backends_base.policy_worker.PolicyWorkerBase"),
         (PolicyWorkerBase, "_open_refit", "rl_core.weights.source.WeightSource"),
         (WeightSink, "_segments", "rl_core.weights.receiver.WeightReceiver"),
         (DistributedGeneration, "_completions", "rl_core.dispatch.streaming.TextGeneration"),
@@ -49,4 +50,4 @@ def test_the_import_of_a_component_names_both_classes(tmp_path, monkeypatch):
     with pytest.raises(ComponentImportError) as raised:
         Component("acme", target="acme_private:Worker", summary="Trains").load()
     assert "acme_private.Worker defines `_score`" in str(raised.value)
-    assert "rl_core.training.policy_worker.PolicyWorkerBase" in str(raised.value)
+    assert "rl_backends_base.policy_worker.PolicyWorkerBase" in str(raised.value)

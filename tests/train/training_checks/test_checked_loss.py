@@ -6,7 +6,7 @@ import pytest
 import torch
 from policy_cases import NLL, make_rows
 
-from rl_core.training.microbatch_splitter import reduce_metrics
+from rl_backends_base.microbatches import reduce_metrics
 from rl_train.logprob_agreement import largest_error, sampling_error
 from rl_train.training_checks.agreement import EXACT_MEAN, LARGEST, Agreement, Numbers
 from rl_train.training_checks.checked_loss import (

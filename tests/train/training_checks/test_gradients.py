@@ -4,9 +4,9 @@ import pytest
 import torch
 from policy_cases import NLL, make_rows
 
+from rl_backends_base.microbatches import reduce_metrics
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import BrokenPromiseError
-from rl_core.training.microbatch_splitter import reduce_metrics
 from rl_train.algorithms.losses.config import DistillationLossConfig
 from rl_train.algorithms.losses.distillation import DistillationLossFn
 from rl_train.training_checks.checked_loss import ROW_NUMBERS, CheckedLoss

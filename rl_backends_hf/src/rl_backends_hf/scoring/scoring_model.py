@@ -22,9 +22,10 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
+from rl_backends_base import scored_tokens
 from rl_backends_hf.cpu_attention import share_prefixes
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
-from rl_core.backend import CLASSIFIER, Head, refuse_other_head, scored_tokens
+from rl_core.backend import CLASSIFIER, Head, refuse_other_head
 from rl_core.data.batched_data_dict import to_device
 from rl_core.data.shared_prefix import pack_rows
 from rl_core.errors import NotSupportedError, UserError

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rl_backends_base import call_named
 from rl_backends_hf.shards import has_parts, local
 from rl_backends_hf.torch_internals import compile_error
-from rl_core.backend import call_named
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, UserError, with_key
 from rl_core.plugins.import_path import resolve

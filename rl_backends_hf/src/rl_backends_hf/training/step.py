@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from transformers import PreTrainedModel
 
+from rl_backends_base import MicrobatchSplitter, first_non_finite_loss, non_finite_step_error, reduce_metrics
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.model import DTYPES, load_model
@@ -31,15 +32,7 @@ from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import local
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.training_state import TrainingState
-from rl_core.backend import (
-    BatchedDataDict,
-    GlobalCounts,
-    MicrobatchSplitter,
-    StepResult,
-    first_non_finite_loss,
-    non_finite_step_error,
-    reduce_metrics,
-)
+from rl_core.backend import BatchedDataDict, GlobalCounts, StepResult
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.policy import LossFunction
 

@@ -23,6 +23,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
+from rl_backends_base import (
+    DAMAGE_ERRORS,
+    TRAINER_FILE,
+    DataOnlyBytes,
+    DataOnlyReader,
+    OptimizerSettings,
+    read_metadata,
+    read_state_file,
+    read_trainer_file,
+    reason_of,
+    write_error,
+)
 from rl_backends_hf.training.optimizer import (
     HostMemory,
     MasterWeights,
@@ -33,19 +45,7 @@ from rl_backends_hf.training.optimizer import (
     plain_tensors,
     shard_tensors,
 )
-from rl_core.backend import (
-    DAMAGE_ERRORS,
-    TRAINER_FILE,
-    DataOnlyBytes,
-    DataOnlyReader,
-    OptimizerSettings,
-    first_non_finite,
-    read_metadata,
-    read_state_file,
-    read_trainer_file,
-    reason_of,
-    write_error,
-)
+from rl_core.backend import first_non_finite
 from rl_core.errors import CheckpointError
 
 _FORMAT: Final = 2

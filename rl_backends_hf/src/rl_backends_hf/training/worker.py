@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_base import OptimizerSettings, PolicyWorkerBase
 from rl_backends_hf.config import HFPolicyConfig, policy_advice
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
@@ -41,9 +42,7 @@ from rl_core.backend import (
     BatchedDataDict,
     CheckpointNames,
     GlobalCounts,
-    OptimizerSettings,
     PolicyFacts,
-    PolicyWorkerBase,
     RefitManifest,
     StepResult,
     WorkerContext,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_core.first_use import import_on_first_use
+from rl_core.old_paths import NEW_NAMES
 
 if TYPE_CHECKING:
     from rl_core.interfaces.environment import EnvironmentInterface as EnvironmentInterface
@@ -38,6 +39,4 @@ if TYPE_CHECKING:
     from rl_core.interfaces.records import ToolCall as ToolCall
     from rl_core.interfaces.records import ToolSpec as ToolSpec
 
-__getattr__ = import_on_first_use(
-    __name__, moved={"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"}
-)
+__getattr__ = import_on_first_use(__name__, moved=NEW_NAMES[__name__])

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_core.errors import InvalidComponentError
 
-_OURS = ("rl_core", "rl_train")
+_OURS = ("rl_core", "rl_backends_base", "rl_train")
 
 
 class PrivateNames:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,16 @@ def explaining_memory(worker: Any, doing: str) -> Iterator[None]:
         named = (phase for phase, methods in _PHASES.items() if doing in methods)
         doing = next(named, "a refit" if hasattr(worker, doing) else doing)
         raise RLCoreError(f"Out of memory in {doing} ({text}). {_contents(worker)} {worker.memory_advice(doing)}") from error
+
+
+def return_freed_memory() -> None:
+    """Return free pages of the heap to the system; a few microseconds if there are none.
+
+    glibc keeps freed blocks of up to 32 MiB, which is faster than to map each again. But tensors of another size rarely fit
+    there, so a process would grow to the sum of what its microbatches and phases need. Other C libraries have no such function.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def halved(key: str, value: int, smallest: int = 1) -> list[str]:

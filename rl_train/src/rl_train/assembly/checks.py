@@ -13,12 +13,12 @@ from rl_core.config.diagnostics import KeyPath, Problem
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.section import Section
+from rl_core.data.loaded_model import Head, check_files, weights_file
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
 from rl_core.errors import ConfigError, RLCoreError, UserError, with_key
 from rl_core.event_loop import finished
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import did_you_mean
-from rl_core.training.loaded_model import Head, check_files, weights_file
 from rl_train.assembly.data import Source
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig

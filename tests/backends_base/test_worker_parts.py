@@ -7,17 +7,17 @@ import sys
 import pytest
 import torch
 
-from rl_core.config.schema import PolicyConfig, SchedulerConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError, UserError
-from rl_core.plugins.import_path import resolve
-from rl_core.training.microbatch_splitter import (
+from rl_backends_base.microbatches import (
     MicrobatchSplitter,
     first_non_finite_loss,
     non_finite_step_error,
     reduce_metrics,
 )
-from rl_core.training.optimizer_settings import build_scheduler, call_named
+from rl_backends_base.optimizer_settings import build_scheduler, call_named
+from rl_core.config.schema import PolicyConfig, SchedulerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError, UserError
+from rl_core.plugins.import_path import resolve
 
 LENGTHS = [3, 9, 5, 2, 7, 4]
 BUDGET = {"max_tokens_per_microbatch": 18, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
@@ -140,7 +140,7 @@ FREED_BETWEEN = """
 import psutil, torch
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.training.microbatch_splitter import MicrobatchSplitter
+from rl_backends_base.microbatches import MicrobatchSplitter
 
 def megabytes():
     return psutil.Process().memory_info().rss >> 20

@@ -1,16 +1,15 @@
-"""Splits a rank's rows into microbatches, selects what a model reads of each, returns freed memory, and reduces reports."""
+"""Splits a rank's rows into microbatches, selects what a model reads of each, and reduces reports."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rl_core.backend import BatchedDataDict, return_freed_memory
 from rl_core.config.schema import PolicyConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, NonFiniteError
 from rl_core.interfaces.policy import Reduction
 
@@ -133,13 +132,3 @@ def non_finite_step_error(step: int, where: str, *, norm: float) -> NonFiniteErr
         "Check the batch's rewards, advantages and log-probabilities; a smaller learning rate or a clipped ratio helps "
         "if they are extreme."
     )
-
-
-def return_freed_memory() -> None:
-    """Return free pages of the heap to the system; a few microseconds if there are none.
-
-    glibc keeps freed blocks of up to 32 MiB, which is faster than to map each again. But tensors of another size rarely fit
-    there, so a process would grow to the sum of what its microbatches and phases need. Other C libraries have no such function.
-    """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)

@@ -10,16 +10,23 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from rl_core.config.policy_sections import PolicyConfig
-from rl_core.data.batched_data_dict import BatchedDataDict, to_device
+from rl_backends_base.microbatches import MicrobatchSplitter
+from rl_core.backend import (
+    BatchedDataDict,
+    GlobalCounts,
+    PolicyFacts,
+    PolicyWorker,
+    StepResult,
+    WeightSource,
+    WorkerContext,
+    digest_of,
+    return_freed_memory,
+)
+from rl_core.config.schema import PolicyConfig
+from rl_core.data.batched_data_dict import to_device
 from rl_core.data.tokenizer import save_tokenizer
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction, WeightSample
-from rl_core.interfaces.worker import GlobalCounts, PolicyFacts, PolicyWorker, StepResult
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.microbatch_splitter import MicrobatchSplitter, return_freed_memory
-from rl_core.weights.fingerprint import digest_of
-from rl_core.weights.source import WeightSource
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from pydantic import Field
 
+from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError
-from rl_core.training.optimizer_settings import OptimizerSettings
 
 ADAMW = "torch.optim.AdamW"
 

@@ -1,0 +1,34 @@
+"""The machinery of a backend: the author writes the model, and the classes here do the rest.
+
+The names below are loaded when they are first used: torch.distributed.checkpoint takes almost a second to import, and
+engines do not need it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_core.first_use import import_on_first_use
+
+if TYPE_CHECKING:
+    from rl_backends_base.data_only import DAMAGE_ERRORS as DAMAGE_ERRORS
+    from rl_backends_base.data_only import TRAINER_FILE as TRAINER_FILE
+    from rl_backends_base.data_only import DataOnlyBytes as DataOnlyBytes
+    from rl_backends_base.data_only import DataOnlyReader as DataOnlyReader
+    from rl_backends_base.data_only import read_metadata as read_metadata
+    from rl_backends_base.data_only import read_state_file as read_state_file
+    from rl_backends_base.data_only import read_trainer_file as read_trainer_file
+    from rl_backends_base.data_only import reason_of as reason_of
+    from rl_backends_base.data_only import write_error as write_error
+    from rl_backends_base.microbatches import MicrobatchSplitter as MicrobatchSplitter
+    from rl_backends_base.microbatches import first_non_finite_loss as first_non_finite_loss
+    from rl_backends_base.microbatches import non_finite_step_error as non_finite_step_error
+    from rl_backends_base.microbatches import reduce_metrics as reduce_metrics
+    from rl_backends_base.microbatches import scored_tokens as scored_tokens
+    from rl_backends_base.optimizer_settings import OptimizerSettings as OptimizerSettings
+    from rl_backends_base.optimizer_settings import build_scheduler as build_scheduler
+    from rl_backends_base.optimizer_settings import call_named as call_named
+    from rl_backends_base.policy_worker import PolicyWorkerBase as PolicyWorkerBase
+
+__version__ = "0.1.0"
+__getattr__ = import_on_first_use(__name__)
