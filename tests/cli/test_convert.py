@@ -292,3 +292,22 @@ def test_a_checkpoint_is_converted_by_the_backend_that_wrote_it(registry, whole,
     assert files(tmp_path / "copy") == files(whole / "policy" / "weights")
     with pytest.raises(NotSupportedError, match="It converts to: hf, sideways"):
         convert(tmp_path / "step_000002", tmp_path / "else", to="upright", registry=registry)
+
+
+def test_weights_in_the_format_of_a_third_party_are_converted_to_its_formats_only(registry, whole, tmp_path):
+    step = tmp_path / "step_000002"
+    (step / "policy" / "weights").mkdir(parents=True)
+    (step / "policy" / "weights" / "parameters.bin").write_bytes(b"weights")
+    state = json.loads((whole / "state.json").read_text())
+    (step / "state.json").write_text(json.dumps(state | {"config": {"policy": {"backend": "sideways"}}}))
+    write_manifest(step, step=2, metrics={})
+    done = convert(step, tmp_path / "out", to="sideways", registry=registry)
+    assert (done.files, done.backend) == (("said.json",), "sideways")
+    with pytest.raises(NotSupportedError) as caught:
+        convert(step, tmp_path / "copy", to="hf", registry=registry)
+    assert str(caught.value) == (
+        "The policy backend 'sideways' does not convert to 'hf'. It converts to: sideways. Its weights are not in Hugging Face "
+        f"format: {step / 'policy' / 'weights'} has no config.json. A backend names its conversions in "
+        "`checkpoint_conversions` (docs/convert.md)."
+    )
+    assert not (tmp_path / "copy").exists()

@@ -147,6 +147,10 @@ class MegatronPolicyConfig(PolicyConfig):
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """Settings specific to this backend."""
 
+    @property
+    def missing_reference(self) -> str | None:
+        return None if self.megatron_cfg.reference else "policy.megatron_cfg.reference is false"
+
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """A number of ranks that does not fit the parallelism, and parallelism that a local model does not support."""
         if (problem := model_path_problem(self.model_name)) is not None:

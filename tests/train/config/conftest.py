@@ -51,6 +51,7 @@ class Acme:
             Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
             Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
             Component("filing", target="acme:Policy", summary="Writes files", capabilities=("disk", "acme:gradients")),
+            Component("forgetful", target="acme:Policy", config="acme_models:Forgetful", summary="Has no reference policy"),
         ]
 
     @hookimpl
@@ -112,6 +113,11 @@ ACME_MODELS = """
         @property
         def runtime_needs(self):
             return RuntimeNeeds(rollouts=RolloutNeeds(prompts_per_draw=2, samples_per_prompt=2))
+
+    class Forgetful(PolicyConfig):
+        @property
+        def missing_reference(self):
+            return "forgetful keeps no initial weights"
 
     class Valuer(PolicyConfig):
         def conflicts(self, run):

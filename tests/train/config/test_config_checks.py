@@ -70,6 +70,23 @@ def test_a_backend_without_the_capability_cannot_run_in_process(files, good):
     ]
 
 
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("backend: forgetful", "forgetful keeps no initial weights"),
+        ("backend: hf\n  hf_cfg: {reference: false}", "policy.hf_cfg.reference is false"),
+    ],
+)
+def test_a_loss_that_needs_a_reference_is_refused_for_a_policy_without_one(files, good, backend, reason):
+    text = good.replace("backend: hf", backend, 1)
+    said = f"compares the policy with a reference policy, but there is none: {reason}. Use a loss without a KL penalty"
+    [error] = [error for error in files.errors(text, "loss_fn.reference_policy_kl_penalty=0.1") if "loss_fn" in error]
+    assert f"loss_fn: the loss 'clipped_pg' {said} (loss_fn.reference_policy_kl_penalty: 0), or a policy with" in error
+    pairs = text.replace("grpo:\n  num_prompts_per_step: 8", "dpo: {}").partition("env:")[0]
+    assert any(f"loss_fn: the loss 'dpo' {said}" in error for error in files.errors(pairs))
+    assert not any("loss_fn" in error for error in files.errors(text, "cluster.gpus_per_node=x"))
+
+
 def test_a_transport_that_one_side_does_not_support_is_refused(files, good):
     text = good.replace("  backend: hf\n  model", "  backend: plain\n  model")
     assert files.errors(text, "policy.generation.refit_transport=shared_memory") == [

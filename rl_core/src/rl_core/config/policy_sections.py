@@ -288,6 +288,14 @@ class PolicyConfig(ComponentSection):
         """`precision`. It is set for workers; without devices, such as in a conversion of files, it is float32."""
         return self.precision or "float32"
 
+    @property
+    def missing_reference(self) -> str | None:
+        """Why the policy has no reference policy, as a clause; None if it has one.
+
+        A backend without one overrides it: `rlcore validate` then refuses losses that need one.
+        """
+        return None
+
     def for_devices(self, devices: Devices) -> Self:
         """This section with `precision`."""
         return self.model_copy(update={"precision": self.precision or ("bfloat16" if devices.have_bfloat16 else "float32")})

@@ -156,6 +156,11 @@ class LossConfig(ComponentSection):
         return 0
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the loss, or a KL penalty in the reward, compares the policy with a reference policy."""
+        return False
+
+    @property
     def corrects_for_older_weights(self) -> bool:
         """Whether the loss may train on tokens that were sampled with older weights than those before the step."""
         return False

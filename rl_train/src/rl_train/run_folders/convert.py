@@ -6,7 +6,6 @@ with the name of the format. If a checkpoint's weights are already a Transformer
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from rl_core.errors import CheckpointError, NotSupportedError, UnknownComponentError, UserError, WrongKindError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.plugins.component import did_you_mean, is_path
+from rl_core.plugins.import_path import resolve
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.manifest import damage_error, read_state, verify_checkpoint
@@ -95,14 +95,15 @@ def convert(
         if function is not None:
             if to == HF:
                 check_model(source)
-            _load(function)(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
+            fill = resolve(function, key=f"{backend}.checkpoint_conversions")
+            fill(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
             if merge or not policy:
                 carry_over_config(partial, model=str(model or policy.get("model_name") or source))
         elif to == HF and (source / "config.json").is_file():
             copy_model(source, partial)
         else:
             copied = {HF} if (source / "config.json").is_file() else set()
-            raise _unsupported_format(backend, to, copied.union(conversions))
+            raise _unsupported_format(backend, to, copied.union(conversions), source)
         if output.exists():
             output.rmdir()
         os.replace(partial, output)
@@ -196,15 +197,15 @@ def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:
     return conversions
 
 
-def _load(function: str) -> Any:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _unsupported_format(backend: str, to: str, formats: set[str]) -> NotSupportedError:
+def _unsupported_format(backend: str, to: str, formats: set[str], source: Path) -> NotSupportedError:
     supported = sorted(formats)
+    if HF in formats:
+        advice = f"For the format of another backend, first convert to {HF!r} (with --merge if adapters were trained), then "
+        advice += "convert that folder."
+    else:
+        advice = f"Its weights are not in Hugging Face format: {source} has no config.json. A backend names its conversions in "
+        advice += "`checkpoint_conversions` (docs/convert.md)."
     return NotSupportedError(
         f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, supported)} It converts to: "
-        f"{', '.join(supported) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
-        "adapters were trained), then convert that folder."
+        f"{', '.join(supported) or 'nothing'}. {advice}"
     )

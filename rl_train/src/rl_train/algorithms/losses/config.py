@@ -79,6 +79,10 @@ class ClippedPGLossConfig(LossConfig):
         return self.reference_policy_kl_type or ("k1" if self.use_kl_in_reward else "k3")
 
     @property
+    def needs_reference(self) -> bool:
+        return self.reference_policy_kl_penalty > 0
+
+    @property
     def corrects_for_older_weights(self) -> bool:
         return self.ratio_to == "sampler" or self.use_importance_sampling_correction
 
@@ -298,33 +302,38 @@ class PreferenceLossConfig(LossConfig):
         return self
 
 
-class DPOLossConfig(PreferenceLossConfig):
+class ReferenceLossConfig(PreferenceLossConfig):
+    """Base section of the preference losses that compare the policy with a reference policy."""
+
+    preference_average_log_probs: bool = False
+    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+
+class DPOLossConfig(ReferenceLossConfig):
     """Direct preference optimization (DPO)."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
     """Beta: strength of the penalty for deviating from the reference policy, and the reward per nat of log-probability."""
-    preference_average_log_probs: bool = False
-    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """Assumed fraction of pairs with swapped labels (conservative DPO)."""
 
 
-class IPOLossConfig(PreferenceLossConfig):
+class IPOLossConfig(ReferenceLossConfig):
     """Identity preference optimization (IPO), which trains the margin towards a finite value."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
     """Tau: the log-ratios of a pair are trained towards a difference of 1 / (2 tau) nats."""
-    preference_average_log_probs: bool = False
-    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
 
 
-class HingeLossConfig(PreferenceLossConfig):
+class HingeLossConfig(ReferenceLossConfig):
     """Hinge loss on the DPO margin: pairs with a margin above 1 have no gradient."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0.0)
     """Beta: the reward per nat of log-probability."""
-    preference_average_log_probs: bool = False
-    """Whether log-probabilities are averaged over the tokens of an answer instead of summed."""
 
 
 class SimPOLossConfig(PreferenceLossConfig):

@@ -222,6 +222,19 @@ def policy_backend_has_the_logprobs_of_the_loss(config: CheckedConfig, name: str
         yield from _lacks(config, (name, "backend"), setting, (name,), Kind.POLICY, model.backend, Capability.TOPK_LOGPROBS)
 
 
+@rule("loss_fn", "policy", applies_to=TRAINING)
+def policy_has_the_reference_of_the_loss(config: CheckedConfig) -> Iterator[Problem]:
+    """With a loss that compares the policy with a reference policy, the backend has one."""
+    loss, reason = config.run.loss_fn, config.run.policy.missing_reference
+    if loss.needs_reference and reason is not None:
+        yield Problem(
+            ("loss_fn",),
+            f"the loss {loss.name or config.run.algorithm.default_loss!r} compares the policy with a reference policy, but "
+            f"there is none: {reason}. Use a loss without a KL penalty (loss_fn.reference_policy_kl_penalty: 0), or a policy "
+            "with a reference.",
+        )
+
+
 @rule("algorithm", "policy.backend", "policy.generation.backend", applies_to=TRAINING)
 def backends_have_what_the_algorithm_requires(config: CheckedConfig) -> Iterator[Problem]:
     """The policy or the engine has each capability that the section of the algorithm requires."""
