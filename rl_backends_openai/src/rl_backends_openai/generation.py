@@ -236,7 +236,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
                     "policy.generation.model_name is required. The server returns text, which is tokenized with this model's "
                     "tokenizer."
                 )
-            self._tokenizer = load_tokenizer(name)
+            self._tokenizer = load_tokenizer(name, model_name=self.config.model_name)
         ids: list[int] = self._tokenizer(reply.text or "", add_special_tokens=False)["input_ids"]
         return ids if reply.truncated else [*ids, self._tokenizer.eos_token_id]
 

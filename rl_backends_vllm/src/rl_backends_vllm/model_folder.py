@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
+from rl_core.data.adapted_tokenizer import AdaptedTokenizer
 from rl_core.data.hub import model_source, read_model_config
 from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError
@@ -25,7 +26,7 @@ class ModelFiles:
         hf_config: the Transformers configuration.
         generation_config: the generation configuration, or None if the model has none.
         tokenizer: of the model or the config, or None if there is none.
-        tokenizer_path: tokenizer path for vLLM, or None.
+        tokenizer_path: tokenizer path for vLLM; None if there is none, or Transformers cannot load it.
         has_weights: whether `path` contains weights.
     """
 
@@ -59,8 +60,9 @@ def model_files(
     if is_gguf:
         _refuse_rope_scaling(Path(model_name).expanduser())
     tokenizer = find_tokenizer(model_name, TokenizerConfig(name=tokenizer_name), trust_remote_code=trust_remote_code)
+    readable = None if isinstance(tokenizer, AdaptedTokenizer) else tokenizer
     # vLLM would read a tokenizer that `find_tokenizer` has corrected as it is in its folder.
-    writes_tokenizer = tokenizer is not None and (is_gguf or tokenizer_name is not None or tokenizer.is_corrected)
+    writes_tokenizer = readable is not None and (is_gguf or tokenizer_name is not None or readable.is_corrected)
     with TemporaryDirectory(dir=temp_dir) as folder:
         if is_gguf:
             hf_config.save_pretrained(folder)
@@ -72,7 +74,7 @@ def model_files(
             hf_config=hf_config,
             generation_config=_generation_config(source, revision) if not is_gguf else None,
             tokenizer=tokenizer,
-            tokenizer_path=None if tokenizer is None else folder if writes_tokenizer else source,
+            tokenizer_path=None if readable is None else folder if writes_tokenizer else source,
             has_weights=not is_gguf,
         )
 

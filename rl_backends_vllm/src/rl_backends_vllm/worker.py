@@ -329,8 +329,8 @@ class VllmGenerationWorker(GenerationWorker):
         config = self._config
         if config.stop_strings and files.tokenizer_path is None:
             raise ConfigError(
-                f"policy.generation.stop_strings is {config.stop_strings}, which requires a tokenizer, but "
-                f"{config.model_name!r} has none. Set policy.tokenizer.name."
+                f"policy.generation.stop_strings is {config.stop_strings}, which requires a tokenizer that "
+                f"Transformers can load, but {config.model_name!r} has none. Set policy.tokenizer.name."
             )
         return SamplingSettings(
             temperature=config.temperature,

@@ -25,7 +25,8 @@ class TokenizerConfig(Section):
     """Which tokenizer and chat template to use."""
 
     name: Annotated[str | None, NAME_OR_PATH] = None
-    """Name or folder of the tokenizer, or a GGUF file; defaults to the policy's model."""
+    """Name or folder of the tokenizer, a GGUF file, or `module:name`, a class or function that is called with the model's name;
+    defaults to the policy's model."""
     chat_template: Annotated[str | None, NAME_OR_PATH] = None
     """Jinja chat template or its path; defaults to the one of the tokenizer."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rl_core.errors import DataError
+from rl_core.plugins.import_path import missing_target
 
 _FILES: Final = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _FIX: Final = "Give the path of a model folder or .gguf file (one to install: docs/your_data.md), or a model's name on the hub"
@@ -23,6 +24,12 @@ def model_source(name: str) -> tuple[str, str | None]:
     return (source, revision) if source and revision and not Path(name).expanduser().exists() else (name, None)
 
 
+def names_code(name: str) -> bool:
+    """Whether a name is the import path of a tokenizer's class or function, `module:name`."""
+    module, _, attribute = name.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), attribute))
+
+
 def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
     """The argument and keyword arguments of `from_pretrained` that locate a model, its config or its tokenizer."""
     path = Path(name).expanduser()
@@ -33,9 +40,11 @@ def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
 
 
 def published_file(name: str, file: str) -> Path | None:
-    """A file of a model's folder or of the hub's cache; None if it is not on this machine, or the model is a GGUF file."""
+    """A file of a model's folder or of the hub's cache; None if it is not on this machine, or the name is that of no folder."""
     from transformers.utils import cached_file
 
+    if names_code(name):
+        return None
     location, options = pretrained_location(name)
     with suppress(OSError):  # the model is not there at all
         there: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False, **options}
@@ -67,7 +76,7 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
     """Check that a model is an existing path, in the hub's cache, or available on the hub.
 
     Args:
-        name: A path, or a name on the hub, as in `model_source`.
+        name: A path, or a name on the hub, as in `model_source`; of a tokenizer, also as in `names_code`.
         query_cached: Whether to query the hub even if the model is cached, and to log a warning if it does not respond.
 
     Raises:
@@ -75,6 +84,10 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
     """
     from huggingface_hub import constants, errors, try_to_load_from_cache
 
+    if names_code(name):
+        if (problem := missing_target(name)) is not None:
+            raise DataError(f"{name!r} does not exist: {problem.rstrip('.')}")
+        return
     source, revision = model_source(name)
     path = Path(source).expanduser()
     if path.exists():

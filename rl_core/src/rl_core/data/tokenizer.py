@@ -13,9 +13,10 @@ from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.section import check_template_kwargs
-from rl_core.data.hub import pretrained_location, published_file, require_model
+from rl_core.data.hub import names_code, pretrained_location, published_file, require_model
 from rl_core.errors import DataError
-from rl_core.plugins.component import nearest
+from rl_core.plugins.component import describe, nearest
+from rl_core.plugins.import_path import resolve
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
 _PIPELINE = ("normalizer", "pre_tokenizer", "decoder")
@@ -29,6 +30,7 @@ _GPT2 = (None, "default", "gpt-2", "phi-2", "mpt", "olmo", "roberta-bpe", "smoll
 def load_tokenizer(
     name_or_path: str | Path,
     *,
+    model_name: str | Path | None = None,
     chat_template: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -39,7 +41,9 @@ def load_tokenizer(
     masks.
 
     Args:
-        name_or_path: A model's name, a folder, or a GGUF file.
+        name_or_path: A model's name, a folder, a GGUF file, or `module:name`, which is called with `model_name` and returns a
+            `rl_core.data.adapted_tokenizer.Tokenizer` or a Transformers tokenizer.
+        model_name: The model of a tokenizer that is named by its import path.
         chat_template: Replaces the tokenizer's own: the Jinja text, or the path of a file.
         chat_template_kwargs: Variables for the template; see `with_template_kwargs`.
         trust_remote_code: Whether to run code that comes with the tokenizer.
@@ -48,9 +52,25 @@ def load_tokenizer(
         DataError: The tokenizer does not exist, has neither a padding nor an EOS token, or its template does not use one of
             the variables.
     """
+    require_model(str(name_or_path), query_cached=True)
+    own = names_code(str(name_or_path))
+    tokenizer = _from_code(str(name_or_path), model_name) if own else _published(name_or_path, trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    if chat_template_kwargs:
+        tokenizer.chat_template = with_template_kwargs(tokenizer.chat_template, chat_template_kwargs)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: set `pad_token`")
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _published(name_or_path: str | Path, trust_remote_code: bool) -> Any:
+    """The Transformers tokenizer of a model's files."""
     from transformers import AutoTokenizer
 
-    require_model(str(name_or_path), query_cached=True)
     try:
         location, options = pretrained_location(str(name_or_path))
         loaded = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
@@ -67,16 +87,20 @@ def load_tokenizer(
             "folder with its tokenizer files, or a .gguf file"
         ) from error
     tokenizer.published_padding = tokenizer.padding_side, tokenizer.pad_token
-    if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template)
-    if chat_template_kwargs:
-        tokenizer.chat_template = with_template_kwargs(tokenizer.chat_template, chat_template_kwargs)
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: set `pad_token`")
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
     return tokenizer
+
+
+def _from_code(path: str, model_name: str | Path | None) -> Any:
+    """The tokenizer that a class or function returns."""
+    from transformers import PreTrainedTokenizerBase
+
+    from rl_core.data.adapted_tokenizer import AdaptedTokenizer
+
+    try:
+        tokenizer = resolve(path, key="tokenizer.name")(None if model_name is None else str(model_name))
+    except Exception as error:
+        raise DataError(f"cannot load the tokenizer {path} of {str(model_name)!r}: {describe(error)}") from error
+    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else AdaptedTokenizer(tokenizer, path)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -156,6 +180,7 @@ def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_re
         return None
     return load_tokenizer(
         section.name or model_name,
+        model_name=model_name,
         chat_template=section.chat_template,
         chat_template_kwargs=section.chat_template_kwargs,
         trust_remote_code=trust_remote_code,

@@ -48,7 +48,7 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         if section is None or section.model_name == config.policy.model_name:
             continue
         with with_key(f"{name}.{tokenizer_key(section)}"):
-            own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
+            own = load_tokenizer(section.tokenizer.name or section.model_name, model_name=section.model_name).get_vocab()
         others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
         if others:
             raise ConfigError(

@@ -359,7 +359,12 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
         DataError: As `load_tokenizer`.
     """
     section, name = policy.tokenizer, policy.tokenizer.name or policy.model_name
-    tokenizer = load_tokenizer(name, chat_template=section.chat_template, chat_template_kwargs=section.chat_template_kwargs)
+    tokenizer = load_tokenizer(
+        name,
+        model_name=policy.model_name,
+        chat_template=section.chat_template,
+        chat_template_kwargs=section.chat_template_kwargs,
+    )
     # For checkpoints: where its files are, and whether they have its template.
     tokenizer.published = name, section.chat_template is None and not section.chat_template_kwargs
     return with_text_settings(tokenizer, policy)
