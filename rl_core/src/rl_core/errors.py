@@ -124,6 +124,10 @@ class WeightSyncError(RLCoreError):
     """The generation backend's weights could not be verified to equal the policy's; the run must not continue."""
 
 
+class TransportDeclinedError(WeightSyncError):
+    """The engine cannot receive weights by this transport, such as by reference if it has merged tensors: the next is tried."""
+
+
 class BrokenPromiseError(RLCoreError):
     """A component does not do what its interface promises; names the component, its distribution and the promise."""
 

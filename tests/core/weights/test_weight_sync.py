@@ -24,9 +24,17 @@ from tiny_refit_workers import (
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.errors import BrokenPromiseError, DeadlineExceededError, MissingCapabilityError, WeightSyncError
+from rl_core.errors import (
+    BrokenPromiseError,
+    DeadlineExceededError,
+    MissingCapabilityError,
+    NotSupportedError,
+    TransportDeclinedError,
+    WeightSyncError,
+)
 from rl_core.weights.receiver import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
+from rl_train.weight_sync import transports as transports_module
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import (
@@ -34,8 +42,8 @@ from rl_train.weight_sync.transports import (
     CollectiveTransport,
     DiskTransport,
     SharedMemoryTransport,
-    choose_transport,
     free_loopback_port,
+    usable_transports,
 )
 
 ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport, DiskTransport]
@@ -55,15 +63,9 @@ def make_engine(worker_class=TinyEngine, face=DistributedGeneration):
 
 
 def synchronizer(policy, engine, transport="shared_memory", transports=ALL, **options):
-    return WeightSynchronizer(
-        policy,
-        engine,
-        WeightSender(
-            policy,
-            choose_transport(transports, policy_supports=NAMES, generation_supports=NAMES, name=transport),
-            **{"buffer_bytes": SMALL_BUCKETS, **options},
-        ),
-    )
+    first, *others = usable_transports(transports, policy_supports=NAMES, generation_supports=NAMES, name=transport)
+    sender = WeightSender(policy, first, **{"buffer_bytes": SMALL_BUCKETS, "others": others, **options})
+    return WeightSynchronizer(policy, engine, sender)
 
 
 def weights_equal(policy, engine) -> bool:
@@ -216,7 +218,7 @@ def test_by_reference_compares_fingerprints_once_and_addresses_in_each_refit(mon
 
 
 def test_by_reference_needs_one_precision():
-    with pytest.raises(WeightSyncError, match=r"(?s)float32 on cpu in the policy.*shared_memory"):
+    with pytest.raises(NotSupportedError, match=r"(?s)float32 on cpu in the policy.*shared_memory"):
         synchronizer(make_policy(), make_engine(HalfPrecisionEngine), "by_reference").sync()
 
 
@@ -461,7 +463,7 @@ def test_an_engine_that_loads_too_slowly_exceeds_the_deadline():
 
 def test_the_first_transport_that_both_sides_support_is_chosen():
     def chosen(policy, engine, name=None):
-        return choose_transport(ALL, policy_supports=policy, generation_supports=engine, name=name).name
+        return usable_transports(ALL, policy_supports=policy, generation_supports=engine, name=name)[0].name
 
     assert chosen(NAMES, ["collective", "shared_memory", "packing"]) == "shared_memory"
     assert chosen(["collective"], NAMES) == "collective"
@@ -472,6 +474,40 @@ def test_the_first_transport_that_both_sides_support_is_chosen():
         MissingCapabilityError, match=r"'nvlink'.*Registered transports: by_reference, shared_memory, collective"
     ):
         chosen(NAMES, NAMES, "nvlink")
+
+
+class MergedEngine(TinyEngine):
+    """An engine that has merged one tensor, which does not arrive in the first bucket of many."""
+
+    def to_replaceable(self, tensors):
+        if "k.weight" in tensors:
+            raise TransportDeclinedError("k.weight is merged with q.weight.")
+        return tensors
+
+
+@pytest.mark.parametrize("engine_class", [MergedEngine, HalfPrecisionEngine])
+def test_an_engine_that_declines_a_transport_is_refitted_by_the_next_one(monkeypatch, caplog, engine_class):
+    monkeypatch.setattr(transports_module, "_BUCKETS_AT_ONCE", 1)
+    policy, engine = make_policy(), make_engine(engine_class)
+    sync = synchronizer(policy, engine, None)
+    assert sync.sync()["refit/bytes"] > 0
+    assert (sync.transport_name, weights_equal(policy, engine)) == ("shared_memory", True)
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("the engine declines weights by_reference, so shared_memory is used: ")
+    assert "k.weight" in line if engine_class is MergedEngine else "bfloat16" in line
+    before = engine.group.run_one("weights")
+    policy.group.run_all("step")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.group.run_one("weights").items())  # none is shared
+    sync.sync()
+    assert weights_equal(policy, engine)
+    assert len(caplog.records) == 1
+
+
+def test_the_only_transport_that_an_engine_declines_is_an_error_with_its_key():
+    sync = synchronizer(make_policy(), make_engine(MergedEngine), "by_reference")
+    with pytest.raises(NotSupportedError, match=r"the engine declines weights by_reference: k\.weight is merged") as caught:
+        sync.sync()
+    assert caught.value.key == "policy.generation.refit_transport"
 
 
 def test_a_refit_aborted_by_the_policy_leaves_no_pending_load():

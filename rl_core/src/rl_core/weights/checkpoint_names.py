@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from rl_core.errors import WeightSyncError
+from rl_core.errors import TransportDeclinedError
 from rl_core.interfaces.policy import RefitManifest
 
 
@@ -105,7 +105,7 @@ class CheckpointNames:
             tensors: some or all tensors of one container, by the checkpoint's names.
 
         Raises:
-            WeightSyncError: they are not contiguous in memory.
+            TransportDeclinedError: they are not contiguous in memory.
         """
         joined: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -113,7 +113,7 @@ class CheckpointNames:
             container = name if location is None else location.container
             whole = tensor if location is None else _around(tensor, location, self._shapes[container])
             if whole is None or (container in joined and joined[container].data_ptr() != whole.data_ptr()):
-                raise WeightSyncError(
+                raise TransportDeclinedError(
                     f"Weight {name!r} is a separate tensor in the policy but a part of {container!r} in the engine, so it "
                     "cannot be shared by reference. Set policy.generation.refit_transport: shared_memory."
                 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import WeightSyncError
+from rl_core.errors import TransportDeclinedError, WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.private_names import PrivateNames
 from rl_core.weights.collective import WeightCollective
@@ -60,8 +60,12 @@ class WeightReceiver(PrivateNames, ABC):
         return None
 
     def load_by_reference(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Compute with the sender's own tensors from now on, if the engine supports it."""
-        raise WeightSyncError(
+        """Compute with the sender's own tensors from now on.
+
+        Raises:
+            TransportDeclinedError: the engine cannot do that, so the run sends copies by the next transport.
+        """
+        raise TransportDeclinedError(
             f"{type(self).__name__} cannot compute with the policy's own tensors: set policy.generation.refit_transport to "
             "shared_memory."
         )
@@ -295,7 +299,11 @@ class WeightSink(WeightReceiver):
         return self.named_weights()
 
     def to_replaceable(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The policy's tensors, combined like `replaceable_weights`."""
+        """The policy's tensors, combined like `replaceable_weights`.
+
+        Raises:
+            TransportDeclinedError: they cannot be combined without a copy.
+        """
         return tensors
 
     def expected_weights(self) -> RefitManifest:
@@ -313,13 +321,17 @@ class WeightSink(WeightReceiver):
 
     def load_by_reference(self, tensors: Mapping[str, torch.Tensor]) -> None:
         live = self.replaceable_weights()
-        for name, tensor in self.to_replaceable(tensors).items():
-            if (live[name].dtype, live[name].device) != (tensor.dtype, tensor.device):
-                raise WeightSyncError(
-                    f"Weight {name!r} is {dtype_name(tensor.dtype)} on {tensor.device} in the policy but "
-                    f"{dtype_name(live[name].dtype)} on {live[name].device} in the engine, so it cannot be shared by "
-                    "reference. Use the same precision for both, or set policy.generation.refit_transport: shared_memory."
-                )
+        try:
+            replacements = self.to_replaceable(tensors)
+            for name, tensor in replacements.items():
+                _refuse_other_form(name, live[name], tensor)
+        except TransportDeclinedError:
+            if self._shared is not None:  # copies would be written into the policy's memory
+                for tensor in live.values():
+                    tensor.data = tensor.data.clone()
+                self._shared = None
+            raise
+        for name, tensor in replacements.items():
             live[name].data = tensor.detach()
         self._shared = {**(self._shared or {}), **{name: (tensor, _writes(tensor)) for name, tensor in tensors.items()}}
         after = self.named_weights()
@@ -340,6 +352,15 @@ class WeightSink(WeightReceiver):
                 f"{self.get_weight_version()}. Call `WeightSynchronizer.sync` after each optimizer step, before sampling "
                 "continues."
             )
+
+
+def _refuse_other_form(name: str, live: torch.Tensor, tensor: torch.Tensor) -> None:
+    if (live.dtype, live.device) != (tensor.dtype, tensor.device):
+        raise TransportDeclinedError(
+            f"Weight {name!r} is {dtype_name(tensor.dtype)} on {tensor.device} in the policy but {dtype_name(live.dtype)} on "
+            f"{live.device} in the engine, so it cannot be shared by reference. Use the same precision for both, or set "
+            "policy.generation.refit_transport: shared_memory."
+        )
 
 
 def _writes(tensor: torch.Tensor) -> int:

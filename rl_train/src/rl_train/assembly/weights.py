@@ -29,7 +29,7 @@ from rl_train.weight_sync.canary import (
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
-from rl_train.weight_sync.transports import choose_transport
+from rl_train.weight_sync.transports import usable_transports
 
 
 def make_weights(
@@ -64,14 +64,16 @@ def make_weights(
     calibration = CanaryCalibration()
     if tokenizer is not None and (problem := missing_canary(section, engine_capabilities)) is not None:
         raise ConfigError(str(problem))  # `rlcore serve` does not import an engine given by its path before
+    first, *others = usable_transports(
+        transports,
+        policy_supports=capabilities_of(builder.registry.find("policy", builder.run.policy.backend)),
+        generation_supports=engine_capabilities,
+        name=transports[0].name if section.refit_transport is not None else None,
+    )
     sender = WeightSender(
         policy,
-        choose_transport(
-            transports,
-            policy_supports=capabilities_of(builder.registry.find("policy", builder.run.policy.backend)),
-            generation_supports=engine_capabilities,
-            name=transports[0].name if section.refit_transport is not None else None,
-        ),
+        first,
+        others=others,
         buffer_bytes=section.refit_buffer_mib * 2**20,
         deadline_s=builder.run.cluster.deadlines.refit_s,
         folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,

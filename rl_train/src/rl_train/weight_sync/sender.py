@@ -7,6 +7,7 @@ whether training changes the weights at all.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +16,14 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, SupportsIndex, get_args
 
-from rl_core.errors import BrokenPromiseError, WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.errors import BrokenPromiseError, NotSupportedError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, TransportContext, WeightTransport
 from rl_core.testing.outputs.models import class_label
 from rl_core.weights.fingerprint import Kind, describe_differences
 from rl_train.weight_sync.transports import free_loopback_port
 
+_log = logging.getLogger(__name__)
 DEFAULT_BUFFER_BYTES = 512 * 2**20
 _SHOWN = 5
 STEPS = 20
@@ -33,7 +35,8 @@ class WeightSender:
 
     Args:
         policy: the sender.
-        transport: one that both backends support, see `choose_transport`.
+        transport: one that both backends support, see `usable_transports`.
+        others: those that are tried if the engine declines it.
         buffer_bytes: maximum bytes in transit at a time.
         deadline_s: timeout of one refit in seconds.
         folder: folder for weights sent by disk; the system's temporary folder by default.
@@ -54,6 +57,7 @@ class WeightSender:
         policy: ColocatablePolicyInterface,
         transport: type[WeightTransport],
         *,
+        others: Sequence[type[WeightTransport]] = (),
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         deadline_s: float = 600.0,
         folder: Path | None = None,
@@ -71,18 +75,30 @@ class WeightSender:
         self._dtypes: Mapping[str, str] = {}
         self._beside: ThreadPoolExecutor | None = None
         self._digested: Future[str] | None = None
-        self.transport = transport(
-            TransportContext(
-                buffer_bytes=buffer_bytes,
-                deadline_s=deadline_s,
-                folder=folder or Path(gettempdir()),
-                wait=wait or wait_for_each,
-                rendezvous=rendezvous or free_loopback_port,
-                num_receivers=num_receivers,
-                on_sent=self._start_policy_digest,
-                receiver_dtypes=lambda: self._dtypes,
-            )
+        self._context = TransportContext(
+            buffer_bytes=buffer_bytes,
+            deadline_s=deadline_s,
+            folder=folder or Path(gettempdir()),
+            wait=wait or wait_for_each,
+            rendezvous=rendezvous or free_loopback_port,
+            num_receivers=num_receivers,
+            on_sent=self._start_policy_digest,
+            receiver_dtypes=lambda: self._dtypes,
         )
+        self.transport, self._others = transport(self._context), [*others]
+
+    def use_next_transport(self, reason: str) -> None:
+        """Send by the next of `others`, because the engine declines the present one.
+
+        Raises:
+            NotSupportedError: there is no other.
+        """
+        declined = f"the engine declines weights {self.transport.name}"
+        if not self._others:
+            raise NotSupportedError(f"{declined}: {reason}", key="policy.generation.refit_transport")
+        self.transport.close()
+        self.transport = self._others.pop(0)(self._context)
+        _log.warning("%s, so %s is used: %s", declined, self.transport.name, reason)
 
     def send(self, engine: GenerationInterface, seconds: dict[str, float], *, is_first: bool) -> int:
         """Send all weights and verify that they arrived; returns the bytes moved.

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl_core.cluster.worker_group import PendingCall, poll_together
-from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.errors import DeadlineExceededError, TransportDeclinedError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_train.weight_sync.canary import RefitCanary
@@ -83,6 +83,7 @@ class WeightSynchronizer(WeightOwner):
 
         Raises:
             WeightSyncError: the generation backend's weights are not the policy's; names the tensors.
+            NotSupportedError: the engine declines all transports.
             WorkerDiedError: a policy worker died, or a generation worker that may not be restarted.
             DeadlineExceededError: the refit took too long.
         """
@@ -121,7 +122,7 @@ class WeightSynchronizer(WeightOwner):
         return self._metrics(seconds, started, moved=moved, happened=not is_equal) | canary_metrics
 
     def _attempt(self, engine: GenerationInterface, only_if_stale: bool) -> dict[str, float] | None:
-        """Refit an engine and verify it; None if a generation worker died and was restarted, so that it must be repeated."""
+        """Refit an engine and verify it; None if it must be repeated: a worker was restarted, or the transport has changed."""
         before = self._generation.restarts
         self._is_refitting = True
         try:
@@ -129,6 +130,10 @@ class WeightSynchronizer(WeightOwner):
         except (WorkerError, WeightSyncError) as error:
             if engine is self._generation:
                 self.synced_version = None  # replicas may have some of the new weights
+            if (declined := _declined(error)) is not None:
+                self.sender.use_next_transport(str(declined))
+                self._memory.shares_weights = self.sender.transport.shares_memory
+                return None
             # A death explains a broken broadcast, whichever was noticed first.
             self._restart_or_raise(error, before)
             _log.warning("a generation worker died in the refit by %s; the refit is repeated", self.transport_name)
@@ -259,6 +264,13 @@ def wait_together(pending: Sequence[PendingCall], deadline_s: float) -> list[Any
         if reports:
             raise DeadlineExceededError(f"after {deadline_s:g} s together:\n" + "\n".join(reports))
     return [call.result() for call in pending]
+
+
+def _declined(error: BaseException | None) -> TransportDeclinedError | None:
+    """The exception of an engine that declines the transport, which is the cause of the error."""
+    while error is not None and not isinstance(error, TransportDeclinedError):
+        error = error.__cause__
+    return error
 
 
 def _expired(call: PendingCall) -> str | None:

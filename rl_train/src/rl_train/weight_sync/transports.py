@@ -32,14 +32,14 @@ _BUCKETS_AT_ONCE = 16
 _PREFIX = "rlcore-refit"
 
 
-def choose_transport(
+def usable_transports(
     transports: Sequence[type[WeightTransport]],
     *,
     policy_supports: Collection[str],
     generation_supports: Collection[str],
     name: str | None = None,
-) -> type[WeightTransport]:
-    """The named transport, or the first whose requirements both sides have.
+) -> list[type[WeightTransport]]:
+    """Those whose requirements both sides have, in the same order: at least one.
 
     Args:
         transports: the registered transports, in the order in which they are tried.
@@ -51,9 +51,9 @@ def choose_transport(
         MissingCapabilityError: there is none; lists what each side supports.
     """
     by_policy, by_generation = (_supported(transports, names) for names in (policy_supports, generation_supports))
-    for transport in transports:
-        if name in (None, transport.name) and transport.name in by_policy and transport.name in by_generation:
-            return transport
+    usable = {*by_policy} & {*by_generation} & ({name} if name is not None else {*by_policy})
+    if usable:
+        return [transport for transport in transports if transport.name in usable]
     supported = (
         f"Registered transports: {_listed(transport.name for transport in transports)}. The policy backend supports "
         f"{_listed(by_policy)}, the generation backend {_listed(by_generation)}."
