@@ -1,7 +1,25 @@
 """The Transformers engine keeps the promises of generation backends."""
 
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.errors import TransportDeclinedError
 from rl_core.testing import GenerationConformance
+from rl_core.testing.reference import ReferenceSender, make_weights, save_model
 
 
 class TestHF(GenerationConformance):
     component = "hf"
+
+
+class MergedWorker(HFGenerationWorker):
+    def to_replaceable(self, tensors):
+        raise TransportDeclinedError("its tensors are merged")
+
+
+def test_an_engine_that_declines_weights_by_reference_gets_copies(tmp_path):
+    sender = ReferenceSender(make_weights(), tmp_path)
+    config = HFGenerationConfig(model_name=save_model(tmp_path / "model", make_weights(seed=4)))
+    engine = DistributedGeneration(worker_class=MergedWorker, config=config)
+    sender.refit(engine, ("by_reference", "shared_memory"))
+    assert engine.weight_fingerprint() == sender.fingerprint(engine)

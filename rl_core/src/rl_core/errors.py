@@ -140,6 +140,13 @@ class CheckpointWriteError(RLCoreError):
     """A checkpoint could not be written; names the folder, the reason, the last complete checkpoint and what to do."""
 
 
+def declined_transport(error: BaseException | None) -> TransportDeclinedError | None:
+    """The error of an engine that declines a transport, if it is this error or a cause of it."""
+    while error is not None and not isinstance(error, TransportDeclinedError):
+        error = error.__cause__
+    return error
+
+
 @contextmanager
 def with_key(key: str) -> Iterator[None]:
     """Adds a config key to user errors of the block that do not have one.

@@ -83,8 +83,8 @@ def _published(name_or_path: str | Path, trust_remote_code: bool) -> Any:
         # Transformers' own text for such a folder suggests packages to install.
         reason = "it has no tokenizer files" if _lacks_tokenizer(Path(name_or_path)) else str(error).rstrip(".")
         raise DataError(
-            f"cannot load a tokenizer from {str(name_or_path)!r}: {reason}. Use a model's name, a "
-            "folder with its tokenizer files, or a .gguf file"
+            f"cannot load a tokenizer from {str(name_or_path)!r}: {reason}. Use a model's name, a folder with its tokenizer "
+            "files, a .gguf file, or the import path of a tokenizer (docs/config.md)"
         ) from error
     tokenizer.published_padding = tokenizer.padding_side, tokenizer.pad_token
     return tokenizer

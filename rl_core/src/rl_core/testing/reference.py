@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import RLCoreError, declined_transport
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import LossFunction, RefitManifest
 from rl_core.interfaces.worker_context import WorkerContext
@@ -200,13 +201,21 @@ class ReferenceSender(WeightSource):
         self._version += 1
 
     def refit(self, engine: GenerationInterface, capabilities: Collection[str], *, leave_out: int = 0) -> None:
-        """Send the weights with a primitive that the engine declares.
+        """Send the weights with a primitive that the engine declares, or with another one if it declines that.
 
         Args:
             engine: the receiver.
             capabilities: of the engine.
             leave_out: number of tensors at the end that are not sent.
         """
+        try:
+            self._send(engine, capabilities, leave_out)
+        except RLCoreError as error:
+            if "by_reference" not in capabilities or declined_transport(error) is None:
+                raise
+            self._send(engine, {*capabilities} - {"by_reference"}, leave_out)
+
+    def _send(self, engine: GenerationInterface, capabilities: Collection[str], leave_out: int) -> None:
         dtypes = engine.prepare_refit_info(self.prepare_refit_info()) or {}
         self.prepare_weights_for_ipc(receiver_dtypes=dtypes)
         names = list(self.weights)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl_core.cluster.worker_group import PendingCall, poll_together
-from rl_core.errors import DeadlineExceededError, TransportDeclinedError, WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError, declined_transport
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_train.weight_sync.canary import RefitCanary
@@ -130,7 +130,7 @@ class WeightSynchronizer(WeightOwner):
         except (WorkerError, WeightSyncError) as error:
             if engine is self._generation:
                 self.synced_version = None  # replicas may have some of the new weights
-            if (declined := _declined(error)) is not None:
+            if (declined := declined_transport(error)) is not None:
                 self.sender.use_next_transport(str(declined))
                 self._memory.shares_weights = self.sender.transport.shares_memory
                 return None
@@ -264,13 +264,6 @@ def wait_together(pending: Sequence[PendingCall], deadline_s: float) -> list[Any
         if reports:
             raise DeadlineExceededError(f"after {deadline_s:g} s together:\n" + "\n".join(reports))
     return [call.result() for call in pending]
-
-
-def _declined(error: BaseException | None) -> TransportDeclinedError | None:
-    """The exception of an engine that declines the transport, which is the cause of the error."""
-    while error is not None and not isinstance(error, TransportDeclinedError):
-        error = error.__cause__
-    return error
 
 
 def _expired(call: PendingCall) -> str | None:
