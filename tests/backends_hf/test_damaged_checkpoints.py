@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import CheckpointError
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.manifest import _own_digest, read_manifest, verify_checkpoint, write_manifest
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
@@ -79,8 +80,7 @@ def saved(policy, parts, tmp_path_factory):
         store=CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints"),
         models={"policy": policy},
         parts={"rollouts": Position()},
-        config={"sft": {}, "policy": {"backend": "hf"}, "checkpointing": {}},
-        algorithm="sft",
+        config=ComparedConfig(values={"sft": {}, "policy": {"backend": "hf"}, "checkpointing": {}}, algorithm="sft"),
         save_optimizer=True,
         tokenizer=tokenizer,
     )

@@ -9,6 +9,7 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError
 from rl_core.weights.disk import first_non_finite
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.manifest import verify_checkpoint
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore, Retention
@@ -25,8 +26,7 @@ def checkpoints_of(policy, folder):
         store=CheckpointStore(folder, Retention(keep_latest_k=1)),
         models={"policy": policy},
         parts={},
-        config={},
-        algorithm="sft",
+        config=ComparedConfig(values={}, algorithm="sft"),
         save_optimizer=True,
         tokenizer=NoTokenizer(),
     )

@@ -30,6 +30,7 @@ from rl_train.algorithms import (
     RewardModelTrainer,
     SFTTrainer,
 )
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.run_folders.convert import convert
@@ -364,8 +365,7 @@ def test_a_converted_checkpoint_scores_in_transformers_as_the_ranks_did(two_rank
         store=CheckpointStore(tmp_path / "checkpoints"),
         models={"policy": policy},
         parts={},
-        config={"policy": {"backend": "megatron", "model_name": str(MODEL)}},
-        algorithm="sft",
+        config=ComparedConfig(values={"policy": {"backend": "megatron", "model_name": str(MODEL)}}, algorithm="sft"),
         save_optimizer=True,
         tokenizer=transformers.AutoTokenizer.from_pretrained(MODEL),
     )

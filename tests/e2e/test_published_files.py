@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_core.errors import CheckpointWriteError
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.published_files import carry_over_tokenizer
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
@@ -120,8 +121,7 @@ def checkpoints_of(folder, policy, tokenizer, base):
         models={"policy": policy},
         model_names={"policy": str(base)},
         parts={},
-        config={},
-        algorithm="sft",
+        config=ComparedConfig(values={}, algorithm="sft"),
         save_optimizer=False,
         tokenizer=tokenizer,
     )

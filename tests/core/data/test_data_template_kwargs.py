@@ -7,7 +7,7 @@ from template_styles import CHATML, Style, tokenizer_of, trained_text
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.data.tokenizer import load_tokenizer, with_template_kwargs
 from rl_core.errors import DataError
-from rl_train.checkpoints.inputs import config_changes
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.data.processors import conversation_datum, prompt_datum
 from rl_train.rollouts.drivers import TurnFormatter
 
@@ -82,4 +82,5 @@ def test_names_and_values_that_no_template_can_have_are_refused(kwargs, says):
 
 def test_other_variables_are_another_config_for_a_resume():
     old, new = ({"policy": {"tokenizer": {"chat_template_kwargs": {"thinks": thinks}}}} for thinks in (True, False))
-    assert list(config_changes(old, new, "sft")) == ["policy.tokenizer.chat_template_kwargs.thinks"]
+    changes = ComparedConfig(values=new, algorithm="sft").changes({"config": old})
+    assert list(changes) == ["policy.tokenizer.chat_template_kwargs.thinks"]

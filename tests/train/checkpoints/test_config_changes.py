@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_train.checkpoints.inputs import ROWS, Defaults, config_changes, refuse_changes
+from rl_train.checkpoints.inputs import ROWS, ComparedConfig
 
 OLD = {
     "grpo": {"max_num_steps": 10, "seed": 1},
@@ -14,10 +14,14 @@ OLD = {
 }
 
 
+def config_changes(old, new, **facts):
+    return ComparedConfig(values=new, algorithm="grpo", **facts).changes({"config": old})
+
+
 def changed(section, key, value):
     new = {name: dict(values) for name, values in OLD.items()}
     new[section][key] = value
-    return config_changes(OLD, new, "grpo")
+    return config_changes(OLD, new)
 
 
 def test_length_and_location_may_change_on_resume():
@@ -29,7 +33,7 @@ def test_length_and_location_may_change_on_resume():
 def test_every_setting_of_validation_may_change_on_resume():
     old = {"grpo": {"max_val_samples": None, "val_period": 5}, "policy": {"generation": {"val_temperature": 0.0}}}
     new = {"grpo": {"max_val_samples": 8, "val_period": 2}, "policy": {"generation": {"val_temperature": 1.0}}}
-    assert config_changes(old, new, "grpo") == {}
+    assert config_changes(old, new) == {}
 
 
 def test_another_model_or_seed_is_another_run():
@@ -70,23 +74,24 @@ def nested(path, value):
 def test_a_key_that_the_checkpoint_does_not_have_counts_as_its_default(before, path, is_change):
     given = nested(path, NEW_KEYS[path])
     after = {**before, path[0]: {**before[path[0]], **given[path[0]]}}
-    changes = config_changes(before, after, "grpo", defaults=Defaults(of=NEW_KEYS.get))
+    changes = config_changes(before, after, default=NEW_KEYS.get)
     assert (".".join(path) in changes) == is_change
     other = {**before, path[0]: {**before[path[0]], **nested(path, "other")[path[0]]}}
-    assert ".".join(path) in config_changes(before, other, "grpo", defaults=Defaults(of=NEW_KEYS.get))
+    assert ".".join(path) in config_changes(before, other, default=NEW_KEYS.get)
 
 
 def test_null_instead_of_a_fixed_default_is_not_a_change_if_the_devices_decide():
     path = ("policy", "generation", "sleep_level")
     old, new = nested(path, 0), nested(path, None)
-    assert config_changes(old, new, "grpo") == {"policy.generation.sleep_level": (0, None)}
-    assert config_changes(old, new, "grpo", defaults=Defaults(by_device={path})) == {}
-    assert config_changes(old, nested(path, 1), "grpo", defaults=Defaults(by_device={path}))
+    assert config_changes(old, new) == {"policy.generation.sleep_level": (0, None)}
+    assert config_changes(old, new, by_device={path}) == {}
+    assert config_changes(old, nested(path, 1), by_device={path})
 
 
 def test_other_rows_are_refused_whatever_else_of_the_data_changed(tmp_path):
     before = {"data.train.path": {"a digest": "1", "old": "1", ROWS: "1"}}
     after = {"data.train.path": {"a digest": "2", "new": "1", ROWS: "2"}}
+    now = ComparedConfig(values=OLD, algorithm="grpo", inputs=after)
     with pytest.raises(CheckpointError, match=re.escape("A resume cannot change data.train.path: the order")) as refused:
-        refuse_changes(tmp_path, OLD, OLD, "grpo", allow=True, inputs=(before, after))
+        now.refuse_changes(tmp_path, {"config": OLD, "inputs": before}, allow=True)
     assert "data.train.path: a digest changed, new was added, old was removed, and 1 more\n" in str(refused.value)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
 
@@ -24,8 +25,7 @@ def checkpoints(tmp_path):
             store=CheckpointStore(tmp_path),
             models={},
             parts={"rollouts": Counter()},
-            config={"mine": {"max_num_steps": 3}},
-            algorithm="mine",
+            config=ComparedConfig(values={"mine": {"max_num_steps": 3}}, algorithm="mine"),
             save_optimizer=True,
             tokenizer=None,
         )

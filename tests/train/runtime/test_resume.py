@@ -9,6 +9,7 @@ import pytest
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import CheckpointError, UserError
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.state import resumable_state
 from rl_train.checkpoints.store import lock_folder
 from rl_train.launch.train import train
@@ -149,7 +150,7 @@ def test_unchangeable_settings_are_rejected_even_if_config_changes_are_allowed(f
     config = merged(json.loads((checkpoint / "state.json").read_text())["config"], changes)
     algorithm = next(name for name in ("sft", "dpo") if config.get(name))
     with pytest.raises(CheckpointError, match=says):
-        resumable_state(checkpoint, config, algorithm, allow_config_change=True)
+        resumable_state(checkpoint, ComparedConfig(values=config, algorithm=algorithm), allow_config_change=True)
 
 
 def test_training_twice_in_one_folder_keeps_both_runs_checkpoints_and_locks_the_folder(tmp_path):

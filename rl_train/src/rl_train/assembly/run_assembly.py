@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.weights import make_weights
 from rl_train.assembly.workers import Builder, Workers
-from rl_train.checkpoints.inputs import UNKNOWN_DEFAULTS, Defaults, Inputs
+from rl_train.checkpoints.inputs import ComparedConfig, Inputs
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.store import TimeLimit
 from rl_train.config.algorithm import RolloutNeeds
@@ -72,7 +71,7 @@ def build_run(
     folder: Path,
     registry: Registry,
     exits: ExitStack,
-    before_models: Callable[[RunConfig, Inputs], None] = lambda *_: None,
+    before_models: Callable[[RunConfig, ComparedConfig], None] = lambda *_: None,
     replay: Path | None = None,
 ) -> Run:
     """Build the run of a config; data and tokenizer are loaded first, because their errors show within seconds.
@@ -82,8 +81,8 @@ def build_run(
         folder: the run folder.
         registry: used to look up components.
         exits: closes all components in reverse order.
-        before_models: called with the final config (epochs converted to steps) and what it refers to before models are loaded,
-            so that a run that cannot be resumed fails within seconds.
+        before_models: called with the final config (epochs converted to steps) and the config for checkpoints before models are
+            loaded, so that a run that cannot be resumed fails within seconds.
         replay: folder of a run whose recorded rollouts are trained on, without an engine unless validation samples; None
             samples them.
 
@@ -95,14 +94,13 @@ def build_run(
     check_before_start(facts)
     prepared, loss_fn, config = facts.prepared, facts.loss_fn, facts.prepared.training_config
     seed_process(config.algorithm.seed)
-    inputs = inputs_of(loaded, prepared) if config.checkpointing.enabled else {}
-    before_models(config, inputs)
+    compared = compared_config(loaded, inputs_of(loaded, prepared) if config.checkpointing.enabled else {})
+    before_models(config, compared)
     groups = 1 + (not config.engine_has_own_resources) + sum(getattr(config, name) is not None for name in COMPANIONS)
     with with_key("cluster"):
         cluster = make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
-    defaults = defaults_of(loaded)
     config = resolve_precision(config, cluster)
-    loaded = with_precisions(loaded, precisions_of(config))
+    compared = replace(compared, values=with_precisions(loaded, precisions_of(config)).redacted)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster, trains=True)
     samples = config.algorithm.runtime_needs.samples and (replay is None or bool(prepared.loaders.validation_prompts))
     # Without `cluster.use_gpus`, only the started cluster knows.
@@ -117,18 +115,21 @@ def build_run(
         workers,
         prepared,
         loss_fn=loss_fn,
-        resolved=loaded.redacted,
+        compared=compared,
         folder=folder,
-        defaults=defaults,
-        inputs=inputs,
         replay=replay,
     )
 
 
-def defaults_of(loaded: LoadedConfig) -> Defaults:
-    """Defaults of the keys of a config, for a comparison with the config of a checkpoint."""
-    by_device = device_values(loaded.run, Devices(use_gpus=False)).keys()
-    return Defaults(of=loaded.layout.default, by_device=by_device)
+def compared_config(loaded: LoadedConfig, inputs: Inputs) -> ComparedConfig:
+    """A config and what it refers to, for a comparison with the config of a checkpoint."""
+    return ComparedConfig(
+        values=loaded.redacted,
+        algorithm=loaded.run.algorithm_name,
+        inputs=inputs,
+        default=loaded.layout.default,
+        by_device=device_values(loaded.run, Devices(use_gpus=False)).keys(),
+    )
 
 
 def assemble_run(
@@ -137,10 +138,8 @@ def assemble_run(
     prepared: Preparation,
     *,
     loss_fn: LossFunction,
-    resolved: Mapping[str, Any],
+    compared: ComparedConfig,
     folder: Path,
-    defaults: Defaults = UNKNOWN_DEFAULTS,
-    inputs: Inputs = MappingProxyType({}),
     replay: Path | None = None,
 ) -> Run:
     """A Run from existing workers and data.
@@ -150,10 +149,8 @@ def assemble_run(
         workers: policy, engine, environments and companion models.
         prepared: tokenizer, tools and data.
         loss_fn: the loss.
-        resolved: the config as plain values, for checkpoints.
+        compared: the config for checkpoints.
         folder: the run folder.
-        defaults: of the keys of `resolved`.
-        inputs: what `resolved` refers to.
         replay: as `build_run`.
     """
     config, loaders = builder.run, prepared.loaders
@@ -195,7 +192,7 @@ def assemble_run(
     run.validation_sets = _validation_sets(config, loaders, collector)
     if config.checkpointing.max_time is not None:
         run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
-    run.checkpoints = _checkpoints(run, resolved, folder=folder, defaults=defaults, inputs=inputs)
+    run.checkpoints = _checkpoints(run, compared, folder=folder)
     if isinstance(run.weights, WeightSynchronizer):
         run.keep("canary", run.weights.canary.calibration if run.weights.canary is not None else CanaryCalibration())
     watch_training(run, builder)
@@ -311,9 +308,7 @@ def _validation_sets(config: RunConfig, loaders: DataLoaders, collector: Collect
     ]
 
 
-def _checkpoints(
-    run: Run, resolved: Mapping[str, Any], *, folder: Path, defaults: Defaults, inputs: Inputs
-) -> Checkpoints | None:
+def _checkpoints(run: Run, compared: ComparedConfig, *, folder: Path) -> Checkpoints | None:
     config, section = run.config, run.config.checkpointing
     if not section.enabled:
         return None
@@ -328,12 +323,9 @@ def _checkpoints(
         models=models,
         model_names={name: getattr(config, name).model_name for name in models},
         parts=stateful,
-        config=resolved,
-        algorithm=config.algorithm_name,
+        config=compared,
         save_optimizer=section.save_optimizer,
         tokenizer=run.tokenizer,
-        defaults=defaults,
-        inputs=inputs,
         schedule_lengths=schedule_lengths(config),
         free_memory_for=run.free_memory_for,
     )

@@ -13,7 +13,7 @@ import math
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from os.path import isdir, isfile  # False for a text that is too long for the file system; Path would raise
 from pathlib import Path
@@ -99,67 +99,94 @@ def input_changes(old: Inputs, new: Inputs) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Defaults of the keys of a config.
+class ComparedConfig:
+    """The config of a run, compared with that of the checkpoint which it resumes from.
+
+    The state of a checkpoint has the other config as `config`, and its inputs as `inputs`.
 
     Attributes:
-        of: the default of a key; `NO_DEFAULT` if it has none.
+        values: the resolved config.
+        algorithm: the section of the algorithm.
+        inputs: what the values refer to.
+        default: returns the default of a key; `NO_DEFAULT` if it has none.
         by_device: keys that were null and stand for a value that depends on the devices.
     """
 
-    of: Callable[[KeyPath], Any] = lambda _: NO_DEFAULT
+    values: Mapping[str, Any]
+    algorithm: str
+    inputs: Inputs = field(default_factory=dict)
+    default: Callable[[KeyPath], Any] = lambda _: NO_DEFAULT
     by_device: Collection[KeyPath] = ()
 
+    def changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Changed keys that need confirmation, with their old and new values; None for a missing key.
 
-UNKNOWN_DEFAULTS = Defaults()
-"""Defaults for a config whose sections are not known."""
+        A key that was added to a section since the checkpoint was written is not a change if it has its default, because the
+        run of the checkpoint behaved like that. Nor is a null that replaces a fixed default because the value now depends on
+        the devices, nor another path of the same content.
+        """
+        old, free = state["config"], (*FREE_TO_CHANGE, *(f"{self.algorithm}.{key}" for key in FREE_IN_ALGORITHM))
+        before, after = (
+            {path: value for path, value in leaves_by_path(config) if path and value != {}} for config in (old, self.values)
+        )
+        same = {path for path in after.keys() - before.keys() if after[path] == self.default(path) and _is_new_key(path, old)}
+        same |= {path for path in self.by_device if path not in before or after.get(path) is None}
+        moved = {key for key, content in inputs_in(state).items() if self.inputs.get(key) == content}
+        return {
+            dotted(path): (before.get(path), after.get(path))
+            for path in sorted(before.keys() | after.keys(), key=dotted)
+            if path not in same
+            and before.get(path) != after.get(path)
+            and dotted(path) not in moved
+            and not dotted(path).startswith(free)
+        }
 
+    def described_changes(self, state: Mapping[str, Any]) -> str:
+        """One line per change of the config or of its inputs."""
+        changes, inputs = self.changes(state), inputs_in(state)
+        # What a new value refers to is not compared with the old one, unless they have something in common.
+        of_inputs = {
+            key: words
+            for key, words in input_changes(inputs, self.inputs).items()
+            if key not in changes or inputs[key].keys() & self.inputs[key].keys()
+        }
+        lines = [f"{key}: {_format(old)} then, {_format(new)} now" for key, (old, new) in changes.items()]
+        return "\n".join(f"  {line}" for line in [*lines, *(f"{key}: {words}" for key, words in of_inputs.items())])
 
-def config_changes(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    algorithm: str,
-    *,
-    defaults: Defaults = UNKNOWN_DEFAULTS,
-    inputs: tuple[Inputs, Inputs] = ({}, {}),
-) -> dict[str, tuple[Any, Any]]:
-    """Changed keys that need confirmation, with their old and new values; None for a missing key.
+    def refuse_changes(self, checkpoint: Path, state: Mapping[str, Any], *, allow: bool) -> None:
+        """Refuse to resume from a step folder if there are changes that are not allowed.
 
-    A key that was added to a section since the checkpoint was written is not a change if it has its default, because the run of
-    the checkpoint behaved like that. Nor is a null that replaces a fixed default because the value now depends on the devices,
-    nor another path of the same content.
+        Args:
+            checkpoint: the step folder.
+            state: its state.
+            allow: whether the user allowed changes.
 
-    Args:
-        old: the config of the checkpoint.
-        new: the current config.
-        algorithm: the section of the current algorithm.
-        defaults: those of the current config.
-        inputs: those of the checkpoint and of the current config.
-    """
-    free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
-    before, after = ({path: value for path, value in leaves_by_path(config) if path and value != {}} for config in (old, new))
-    same = {path for path in after.keys() - before.keys() if after[path] == defaults.of(path) and _is_new_key(path, old)}
-    same |= {path for path in defaults.by_device if path not in before or after.get(path) is None}
-    moved = {key for key, content in inputs[0].items() if inputs[1].get(key) == content}
-    return {
-        dotted(path): (before.get(path), after.get(path))
-        for path in sorted(before.keys() | after.keys(), key=dotted)
-        if path not in same
-        and before.get(path) != after.get(path)
-        and dotted(path) not in moved
-        and not dotted(path).startswith(free)
-    }
-
-
-def described_changes(changes: Mapping[str, tuple[Any, Any]], inputs: tuple[Inputs, Inputs]) -> str:
-    """One line per change of the config, from `config_changes`, or of its inputs."""
-    # What a new value refers to is not compared with the old one, unless they have something in common.
-    of_inputs = {
-        key: words
-        for key, words in input_changes(*inputs).items()
-        if key not in changes or inputs[0][key].keys() & inputs[1][key].keys()
-    }
-    return "\n".join([*([describe(changes)] if changes else []), *(f"  {key}: {words}" for key, words in of_inputs.items())])
+        Raises:
+            CheckpointError: there are changes that are not allowed, or that a resume cannot make.
+        """
+        weights = f"policy.model_name={checkpoint / 'policy' / 'weights'}"
+        if self.algorithm not in state["config"]:
+            raise CheckpointError(
+                f"{checkpoint} was written by an algorithm other than {self.algorithm}, so it cannot be resumed. "
+                f"Start a new run from its weights: --resume never {weights}"
+            )
+        described, inputs = self.described_changes(state), inputs_in(state)
+        fixed = {key: FIXED[key] for key in self.changes(state) if key in FIXED}
+        data = sorted(inputs.keys() & self.inputs.keys())
+        fixed |= {key: _FIXED_ROWS for key in data if inputs[key].get(ROWS) != self.inputs[key].get(ROWS)}
+        remedy = None
+        if fixed:
+            remedy = (
+                f"A resume cannot change {', '.join(fixed)}: {next(iter(fixed.values()))}. Undo the change, or start a new run "
+                f"from the weights: --resume never {weights}"
+            )
+        elif described and not allow:
+            remedy = (
+                "Continue with the new config by --allow-config-change, start a new run with --resume never, or undo the "
+                "changes."
+            )
+        if remedy is not None:
+            raise CheckpointError(f"{checkpoint} was written with another config:\n{described}\n{remedy}")
 
 
 def _is_new_key(path: KeyPath, old: Mapping[str, Any]) -> bool:
@@ -175,58 +202,6 @@ def _is_new_key(path: KeyPath, old: Mapping[str, Any]) -> bool:
             return not any(is_named_by_user(path[:count]) for count in range(length + 1, len(path)))
         section = section[key]
     return False
-
-
-def refuse_changes(
-    checkpoint: Path,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    algorithm: str,
-    *,
-    allow: bool,
-    defaults: Defaults = UNKNOWN_DEFAULTS,
-    inputs: tuple[Inputs, Inputs] = ({}, {}),
-) -> None:
-    """Refuse a resume with changes that are not allowed.
-
-    Args:
-        checkpoint: the step folder.
-        old: the config of the checkpoint.
-        new: the current config.
-        algorithm: the section of the current algorithm.
-        allow: whether the user allowed changes.
-        defaults: those of the current config.
-        inputs: those of the checkpoint and of the current config.
-
-    Raises:
-        CheckpointError: there are changes that are not allowed, or that a resume cannot make.
-    """
-    if algorithm not in old:
-        raise CheckpointError(
-            f"{checkpoint} was written by an algorithm other than {algorithm}, so it cannot be resumed. "
-            f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
-        )
-    changes = config_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
-    fixed = {key: FIXED[key] for key in changes if key in FIXED}
-    data = sorted(inputs[0].keys() & inputs[1].keys())
-    fixed |= {key: _FIXED_ROWS for key in data if inputs[0][key].get(ROWS) != inputs[1][key].get(ROWS)}
-    described = described_changes(changes, inputs)
-    if fixed:
-        raise CheckpointError(
-            f"{checkpoint} was written with another config:\n{described}\n"
-            f"A resume cannot change {', '.join(fixed)}: {next(iter(fixed.values()))}. Undo the change, or start a new run "
-            f"from the weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
-        )
-    if described and not allow:
-        raise CheckpointError(
-            f"{checkpoint} was written with another config:\n{described}\n"
-            "Continue with the new config by --allow-config-change, start a new run with --resume never, or undo the changes."
-        )
-
-
-def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """One line per change."""
-    return "\n".join(f"  {key}: {_format(old)} then, {_format(new)} now" for key, (old, new) in changes.items())
 
 
 def _format(value: Any) -> str:

@@ -6,21 +6,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.policy import TrainableInterface
 from rl_train.checkpoints.disk_space import check_disk_space
-from rl_train.checkpoints.inputs import (
-    UNKNOWN_DEFAULTS,
-    Defaults,
-    Inputs,
-    config_changes,
-    described_changes,
-    inputs_in,
-    refuse_changes,
-)
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.manifest import damage_error, read_state, verify_checkpoint
 from rl_train.checkpoints.published_files import carry_over_config, carry_over_tokenizer
 from rl_train.checkpoints.store import CheckpointStore
@@ -52,10 +43,7 @@ class Checkpoints:
         store: the step folders.
         models: the trained models, by the name of their folders: `policy` and companion models.
         parts: other objects with state, by name.
-        config: the resolved config, saved with the weights.
-        algorithm: the section of the algorithm.
-        defaults: of the keys of the config.
-        inputs: what the config refers to, saved with it.
+        config: the config and what it refers to, saved with the weights.
         save_optimizer: whether checkpoints can be resumed.
         tokenizer: saved with the weights, so that the folder is a complete model.
         model_names: names of the published models that are trained, by the keys of `models`.
@@ -67,13 +55,10 @@ class Checkpoints:
     store: CheckpointStore
     models: Mapping[str, TrainableInterface]
     parts: Mapping[str, Stateful]
-    config: Mapping[str, Any]
-    algorithm: str
+    config: ComparedConfig
     save_optimizer: bool
     tokenizer: Any
     model_names: Mapping[str, str] = field(default_factory=dict)
-    defaults: Defaults = UNKNOWN_DEFAULTS
-    inputs: Inputs = field(default_factory=dict)
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
     free_memory_for: Callable[[object], None] = lambda _: None
     restored: Mapping[str, Any] = field(default_factory=dict, init=False)
@@ -163,8 +148,8 @@ class Checkpoints:
             "resumable": self.save_optimizer,
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "algorithm": {name: part.state_dict() for name, part in self._algorithm_state.items()},
-            "config": self.config,
-            "inputs": dict(self.inputs),
+            "config": self.config.values,
+            "inputs": dict(self.config.inputs),
             "schedule_lengths": dict(self.schedule_lengths),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -174,9 +159,7 @@ class Checkpoints:
 
     def changes(self) -> str:
         """One line per change of the config, or of what it refers to, since the restored checkpoint was written."""
-        old, inputs = self.restored["config"], (inputs_in(self.restored), self.inputs)
-        changes = config_changes(old, self.config, self.algorithm, defaults=self.defaults, inputs=inputs)
-        return described_changes(changes, inputs)
+        return self.config.described_changes(self.restored)
 
     def restore(self, checkpoint: Path, *, allow_config_change: bool = False, verify: bool = True) -> int:
         """Restore the run from `checkpoint`.
@@ -192,15 +175,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged, only has weights, or belongs to another config.
         """
-        state = resumable_state(
-            checkpoint,
-            self.config,
-            self.algorithm,
-            defaults=self.defaults,
-            inputs=self.inputs,
-            allow_config_change=allow_config_change,
-            verify=verify,
-        )
+        state = resumable_state(checkpoint, self.config, allow_config_change=allow_config_change, verify=verify)
         for name, model in self.models.items():
             self.free_memory_for(model)
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
@@ -215,23 +190,13 @@ class Checkpoints:
 
 
 def resumable_state(
-    checkpoint: Path,
-    config: Mapping[str, Any],
-    algorithm: str,
-    *,
-    defaults: Defaults = UNKNOWN_DEFAULTS,
-    inputs: Inputs = MappingProxyType({}),
-    allow_config_change: bool = False,
-    verify: bool = True,
+    checkpoint: Path, config: ComparedConfig, *, allow_config_change: bool = False, verify: bool = True
 ) -> dict[str, Any]:
     """The state of a checkpoint that a run with this config can resume; does not need the run itself.
 
     Args:
         checkpoint: the step folder.
-        config: the resolved config.
-        algorithm: the section of the algorithm.
-        defaults: of the keys of the config.
-        inputs: what the config refers to.
+        config: the config of the run.
         allow_config_change: accept a checkpoint that was written with another config.
         verify: compare all of its files with their digests.
 
@@ -244,8 +209,7 @@ def resumable_state(
             f"{checkpoint} only has weights (checkpointing.save_optimizer was false), so it cannot be resumed. "
             f"Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    both = (inputs_in(state), inputs)
-    refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change, defaults=defaults, inputs=both)
+    config.refuse_changes(checkpoint, state, allow=allow_config_change)
     if verify:
         verify_checkpoint(checkpoint)
     return state

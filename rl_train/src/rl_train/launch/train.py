@@ -17,8 +17,8 @@ from rl_core.data.tokenizer import decode
 from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.run_assembly import build_run, defaults_of
-from rl_train.checkpoints.inputs import Inputs
+from rl_train.assembly.run_assembly import build_run
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.checkpoints.manifest import read_state
 from rl_train.checkpoints.state import resumable_state
 from rl_train.config.loader import LoadedConfig, load_config, precisions_of, saved_precisions, with_precisions
@@ -128,16 +128,9 @@ def _build(
     """Build the run; a checkpoint that it cannot resume from is rejected before models are loaded."""
     config, checkpoint = loaded.run, session.start.checkpoint
 
-    def before_models(_: RunConfig, inputs: Inputs) -> None:
+    def before_models(_: RunConfig, compared: ComparedConfig) -> None:
         if checkpoint is not None:
-            resumable_state(
-                checkpoint,
-                loaded.redacted,
-                config.algorithm_name,
-                defaults=defaults_of(loaded),
-                inputs=inputs,
-                allow_config_change=allow_config_change,
-            )
+            resumable_state(checkpoint, compared, allow_config_change=allow_config_change)
             session.status.building(config.algorithm.max_num_steps)
         warn_if_too_large(config, registry)
         session.show(f"starting {_worker_names(config, samples=replay is None or validates(config))}")

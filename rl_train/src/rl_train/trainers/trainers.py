@@ -32,6 +32,7 @@ from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.run_assembly import assemble_run
 from rl_train.assembly.workers import Builder, Workers
+from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.config.loader import load_config
 from rl_train.config.rules.components import validates
 from rl_train.config.rules.rollouts import own_weights_refused
@@ -183,7 +184,9 @@ class Trainer:
                 ),
                 prepared,
                 loss_fn=self._loss_fn,
-                resolved=config.model_dump(mode="json", serialize_as_any=True),
+                compared=ComparedConfig(
+                    values=config.model_dump(mode="json", serialize_as_any=True), algorithm=config.algorithm_name
+                ),
                 folder=folder,
             )
             if run.checkpoints is not None:
