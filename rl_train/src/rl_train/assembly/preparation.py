@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -36,7 +36,7 @@ from rl_train.config.slots import ConfigLayout
 from rl_train.config.values import leaves_by_path
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import load_policy_tokenizer
-from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens, refuse_tokens_without_rows
+from rl_train.data.unknown_tokens import refuse_tokens_without_rows, unknown_fraction
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
@@ -105,33 +105,14 @@ class DataLoaders:
             self.batches = answers(train, batch_size=needs.records.records_per_step, shuffle=config.data.shuffle)
         rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
         refuse_tokens_without_rows(rows, *tokens_without_rows(config, tokenizer))
-        self.unknown_tokens = self._count_unknown_tokens(rows, tokenizer)
+        self.unknown_fraction = unknown_fraction(rows, tokenizer)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the training data."""
         metrics: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
-        if self.unknown_tokens is not None:
-            metrics["data/unknown_token_frac"] = self.unknown_tokens.fraction
+        if self.unknown_fraction is not None:
+            metrics["data/unknown_token_frac"] = self.unknown_fraction
         return metrics
-
-    def _count_unknown_tokens(self, rows: Sequence[Any], tokenizer: Any) -> UnknownTokens | None:
-        """Count unknown tokens in the first training rows, log their fraction, and warn if it is high."""
-        counts = count_unknown_tokens(rows, tokenizer)
-        if counts is None:
-            return None
-        first = "the first training row" if counts.rows == 1 else f"the first {counts.rows} training rows"
-        _log.info("%.2f %% of the tokens of %s are unknown", 100 * counts.fraction, first)
-        if counts.fraction > WARN_ABOVE:
-            _log.warning(
-                "%.1f %% of the tokens of %s are %s, the tokenizer's unknown token; the first such "
-                "message is %r. The model cannot learn from this text. Use a prompt (`data.prompt`) and data that the "
-                "tokenizer covers, or a model with another tokenizer.",
-                100 * counts.fraction,
-                first,
-                tokenizer.unk_token,
-                counts.example[:80],
-            )
-        return counts
 
     def resolve_steps(self, config: RunConfig) -> RunConfig:
         """The config with epochs converted to steps."""

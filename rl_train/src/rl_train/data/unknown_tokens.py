@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import DataError
 from rl_train.data.holdout import row_location
 
+_log = logging.getLogger("rlcore")
 ROWS_READ = 256
 """Rows that are tokenized to measure the fraction: about a second, before a worker starts."""
 WARN_ABOVE = 0.01
@@ -21,24 +22,15 @@ WITHOUT_ROWS = (
 """What to do about tokens that have no row in the model's embedding."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnknownTokens:
-    """The unknown tokens of the first rows of a dataset."""
-
-    fraction: float
-    """Fraction of all tokens of these rows."""
-    rows: int
-    """Number of rows."""
-    example: str
-    """The text of the first message with an unknown token; empty if there is none."""
-
-
-def count_unknown_tokens(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> UnknownTokens | None:
-    """The unknown tokens of the first `ROWS_READ` rows; None if the tokenizer has no separate unknown token.
+def unknown_fraction(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> float | None:
+    """Log the fraction of unknown tokens in the first `ROWS_READ` rows of the training data, and warn if it is high.
 
     Args:
         rows: tokenized prompts, conversations or pairs.
         tokenizer: their tokenizer. Byte-level tokenizers cover all text; some use their end token as unknown token.
+
+    Returns:
+        The fraction; None if the tokenizer has no separate unknown token.
 
     Raises:
         DataError: a row cannot be tokenized.
@@ -54,7 +46,20 @@ def count_unknown_tokens(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> U
             here = int((message["token_ids"] == unknown).sum())
             found, tokens = found + here, tokens + len(message["token_ids"])
             example = example or (str(message.get("content") or "") if here else "")
-    return UnknownTokens(fraction=found / max(tokens, 1), rows=read, example=example)
+    fraction = found / max(tokens, 1)
+    first = "the first training row" if read == 1 else f"the first {read} training rows"
+    _log.info("%.2f %% of the tokens of %s are unknown", 100 * fraction, first)
+    if fraction > WARN_ABOVE:
+        _log.warning(
+            "%.1f %% of the tokens of %s are %s, the tokenizer's unknown token; the first such "
+            "message is %r. The model cannot learn from this text. Use a prompt (`data.prompt`) and data that the "
+            "tokenizer covers, or a model with another tokenizer.",
+            100 * fraction,
+            first,
+            tokenizer.unk_token,
+            example[:80],
+        )
+    return fraction
 
 
 def refuse_tokens_without_rows(
