@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from rl_core.config.diagnostics import KeyPath, Problem
@@ -26,7 +26,7 @@ from rl_train.config.slots import COMPANIONS
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location
 from rl_train.data.unknown_tokens import WITHOUT_ROWS
-from rl_train.diagnostics.model_files import PositionLimit, position_limit, read_model_config, read_model_files
+from rl_train.diagnostics.model_files import position_limit, read_model_config, read_model_files
 from rl_train.pools.pool import running_loop
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import load_functions, row_of
@@ -146,29 +146,28 @@ def tokenizer_key(section: PolicyConfig) -> str:
     return "tokenizer.name" if section.tokenizer.name else "model_name"
 
 
-def length_conflicts(config: RunConfig) -> Iterator[Problem]:
-    """Lengths above the number of positions of a model without rotary embeddings."""
-    for found in _lengths(config):
-        if not found.limit.is_rotary:
-            yield Problem(
-                found.path,
-                f"{found.tokens} tokens are more than the {found.limit.tokens} positions (`max_position_embeddings`) of "
-                f"{found.model}, which has no rotary embeddings to compute further ones. Lower it to {found.limit.tokens} or "
-                "less, or use another model.",
-            )
+def length_problems(config: RunConfig, *, is_rotary: bool) -> Iterator[Problem]:
+    """Lengths above the number of positions of a model.
 
-
-def length_warnings(config: RunConfig) -> Iterator[Problem]:
-    """Lengths above the number of positions that a model with rotary embeddings was trained for."""
-    for found in _lengths(config):
-        if found.limit.is_rotary:
-            yield Problem(
-                found.path,
-                f"{found.tokens} tokens are more than the {found.limit.tokens} positions (`max_position_embeddings`) that "
-                f"{found.model} was trained for. Longer rows are scored by extrapolation, usually badly, and engines may end "
-                f"or refuse them. Lower it to {found.limit.tokens}, or scale the rotary embeddings (`rope_parameters` of the "
-                "model's config).",
-            )
+    Args:
+        config: the run.
+        is_rotary: whether to look at models with rotary embeddings, which can also be computed for positions that the model
+            was not trained for, or at the others.
+    """
+    for path, tokens, model, section in _lengths(config):
+        limit = position_limit(model, **_loading_options(section))
+        if limit is None or tokens <= limit.tokens or limit.is_rotary != is_rotary:
+            continue
+        above = f"{tokens} tokens are more than the {limit.tokens} positions (`max_position_embeddings`)"
+        yield Problem(
+            path,
+            f"{above} that {model} was trained for. Longer rows are scored by extrapolation, usually badly, and engines may "
+            f"end or refuse them. Lower it to {limit.tokens}, or scale the rotary embeddings (`rope_parameters` of the "
+            "model's config)."
+            if is_rotary
+            else f"{above} of {model}, which has no rotary embeddings to compute further ones. Lower it to {limit.tokens} or "
+            "less, or use another model.",
+        )
 
 
 def warn_about_engine_limit(config: RunConfig, generation: GenerationInterface | None) -> None:
@@ -188,31 +187,15 @@ def warn_about_engine_limit(config: RunConfig, generation: GenerationInterface |
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Length:
-    """A configured length above the positions of a model."""
-
-    path: KeyPath
-    tokens: int
-    model: str
-    limit: PositionLimit
-
-
-def _lengths(config: RunConfig) -> Iterator[_Length]:
+def _lengths(config: RunConfig) -> Iterator[tuple[KeyPath, int, str, Section]]:
+    """The configured lengths: the key, the length, the name of the model, and the section that loads it."""
     generation = config.policy.generation
     for name, model in models_of(config).items():
-        yield from _above((name, "max_total_sequence_length"), model.max_total_sequence_length, model.model_name, model)
+        yield (name, "max_total_sequence_length"), model.max_total_sequence_length, model.model_name, model
     if generation is not None and not generation.has_own_weights:
         loaded_as = config.policy if generation.model_name is None else generation
         for path, length in _own_lengths(generation):
-            model_name = generation.model_name or config.policy.model_name
-            yield from _above(("policy", "generation", *path), length, model_name, loaded_as)
-
-
-def _above(path: KeyPath, tokens: int, model: str, section: Section) -> Iterator[_Length]:
-    limit = position_limit(model, **_loading_options(section))
-    if limit is not None and tokens > limit.tokens:
-        yield _Length(path=path, tokens=tokens, model=model, limit=limit)
+            yield ("policy", "generation", *path), length, generation.model_name or config.policy.model_name, loaded_as
 
 
 def _loading_options(section: Section) -> dict[str, Any]:
@@ -234,53 +217,44 @@ def _backend_sections(section: Section) -> Iterator[tuple[str, Any]]:
     return ((key, getattr(section, key)) for key in type(section).model_fields if key.endswith("_cfg"))
 
 
-def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> RunConfig:
+def with_completion_formats(config: RunConfig, sources: Sequence[Source]) -> RunConfig:
     """The config with `completion_format: auto` replaced by the format that fits the data of each task.
 
     Args:
         config: the run.
-        sources: the training and the validation data; None if there is none.
+        sources: the training and the validation data.
     """
-    env = {task: _with_format(section, task, sources, list(config.env)) for task, section in config.env.items()}
+    env = {task: _with_format(section, sources_of(task, sources, tasks=config.env)) for task, section in config.env.items()}
     return config.model_copy(update={"env": env})
 
 
-def check_reward_functions(config: RunConfig, *sources: Source | None) -> None:
-    """Try every reward function with the first row of the data of its task.
+def check_reward_functions(task: str, config: RunConfig, sources: Sequence[Source]) -> None:
+    """Try every reward function of a task with the first row of its data.
 
     Each function is tried with two completions: the expected answer, if the row has one, and an empty text.
 
     Args:
+        task: the task.
         config: the run.
-        sources: the training and the validation data; None if there is none.
+        sources: the training and the validation data.
 
     Raises:
         ConfigError: a function does not exist, requires a field that the row does not have, raised, or returned something that
             is not a reward, or a weight has the name of no reward.
     """
-    for task in config.env:
-        check_reward_functions_of(task, config, *sources)
-
-
-def check_reward_functions_of(task: str, config: RunConfig, *sources: Source | None) -> None:
-    """Try the reward functions of one task, see `check_reward_functions`."""
-    tasks = list(config.env)
-    section = _with_format(config.env[task], task, sources, tasks)
+    found = [*sources_of(task, sources, tasks=config.env)]
+    section = _with_format(config.env[task], found)
     if isinstance(section, FunctionEnvironmentConfig):
-        source = first_source(task, sources, tasks=tasks)
         with with_key(f"env.{task}"):
             functions = _loaded(section, task)
-            if source is not None:
-                _try_all(functions, section, task, source)
+            if found:
+                _try_all(functions, section, task, found[0])
 
 
-def _with_format(
-    section: EnvironmentConfig, task: str, sources: Sequence[Source | None], tasks: Sequence[str]
-) -> EnvironmentConfig:
+def _with_format(section: EnvironmentConfig, sources: Iterable[Source]) -> EnvironmentConfig:
     if not isinstance(section, FunctionEnvironmentConfig) or section.completion_format != "auto":
         return section
-    source = first_source(task, sources, tasks=tasks)
-    as_messages = source is not None and is_conversational(source.records)
+    as_messages = any(is_conversational(source.records) for source in islice(sources, 1))
     return section.model_copy(update={"completion_format": "messages" if as_messages else "text"})
 
 
@@ -367,22 +341,11 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool, row: in
     return {name for rewards in scores for name in rewards or ()}
 
 
-def first_source(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Source | None:
-    """The first dataset with records of a task; None if there is none."""
-    return next(sources_of(task, sources, tasks=tasks), None)
-
-
-def sources_of(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Iterator[Source]:
+def sources_of(task: str, sources: Iterable[Source], *, tasks: Collection[str]) -> Iterator[Source]:
     """The datasets whose first record is of a task; a mixture is several datasets."""
-    for source in _members(sources):
+    for source in (member for each in sources for member in each.datasets):
         if not len(source.records) or "messages" not in source.records[0]:
             continue
         named = source.task_name or source.records[0].get("task_name")
         if named == task or (named not in tasks and len(tasks) == 1):
             yield source
-
-
-def _members(sources: Sequence[Source | None]) -> Iterator[Source]:
-    for source in sources:
-        if source is not None:
-            yield from [source] if source.members is None else source.members.values()

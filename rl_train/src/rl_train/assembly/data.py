@@ -95,6 +95,11 @@ class Source:
     weights: Mapping[str, float] | None = None
     may_begin_answers: bool = False
 
+    @property
+    def datasets(self) -> Collection[Source]:
+        """The members of a mixture, or the dataset itself."""
+        return [self] if self.members is None else self.members.values()
+
 
 def read_source(
     section: DatasetConfig,
@@ -211,7 +216,7 @@ def prompt_loader(
 
 
 def _warn_of_left_out_answers(source: Source) -> None:
-    for member in [source] if source.members is None else source.members.values():
+    for member in source.datasets:
         firsts = (member.records[index]["messages"] for index in range(min(_FIRST_ROWS, len(member.records))))
         if member.may_begin_answers and any(messages[-1]["role"] == "assistant" for messages in firsts):
             _log.warning(
@@ -297,8 +302,7 @@ def _loader(
             source.name,
             batch_size,
         )
-    members = [source] if source.members is None else source.members.values()
-    if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # with skip, all rows were already tokenized
+    if any(member.on_bad_row is OnBadRow.ERROR for member in source.datasets):  # with skip, all rows were already tokenized
         check_rows(loader, source.name, most=run.data.check_rows)
     return loader
 

@@ -18,7 +18,7 @@ from rl_core.config.diagnostics import KeyPath, dotted
 from rl_core.config.section import PathRule
 from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.checks import check_reward_functions, resolve_completion_formats, tokenizer_key, tokens_without_rows
+from rl_train.assembly.checks import check_reward_functions, tokenizer_key, tokens_without_rows, with_completion_formats
 from rl_train.assembly.data import (
     BadRows,
     Source,
@@ -56,6 +56,11 @@ class RunData:
 
     train: Source | None
     validation: Mapping[str, Source]
+
+    @property
+    def sources(self) -> list[Source]:
+        """All of them."""
+        return [*filter(None, [self.train]), *self.validation.values()]
 
 
 class DataLoaders:
@@ -211,7 +216,8 @@ class Preparation:
     @cached_property
     def scoring_config(self) -> RunConfig:
         """The config with the completion formats that fit the data, for a command that only scores and checks no rules."""
-        check_reward_functions(self.config, self.data.train, *self.data.validation.values())
+        for task in self.config.env:
+            check_reward_functions(task, self.config, self.data.sources)
         return self.with_completion_formats(self.config)
 
     @cached_property
@@ -226,7 +232,7 @@ class Preparation:
 
     def with_completion_formats(self, config: RunConfig) -> RunConfig:
         """A config with the completion formats that fit the data."""
-        return resolve_completion_formats(config, self.data.train, *self.data.validation.values())
+        return with_completion_formats(config, self.data.sources)
 
 
 def _read(datasets: DataConfig, registry: Registry) -> RunData:

@@ -208,9 +208,9 @@ def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> tuple[list[
         prepared: the run.
         limit: maximum number of rows, of each dataset.
     """
-    data, tasks = prepared.data, list(prepared.config.env)
-    training = [*sources_of(task, [data.train], tasks=tasks)]
-    sources = training or [*sources_of(task, [*data.validation.values()], tasks=tasks)][:1]
+    data, tasks = prepared.data, prepared.config.env
+    training = [*sources_of(task, filter(None, [data.train]), tasks=tasks)]
+    sources = training or [*sources_of(task, data.validation.values(), tasks=tasks)][:1]
     read = [_rows_of(each.records, limit, name=each.name if len(sources) > 1 else "") for each in sources]
     return [row for rows, _ in read for row in rows], sum(total for _, total in read)
 

@@ -22,9 +22,8 @@ from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_train.agents.driver import accepted_arguments
 from rl_train.assembly.checks import (
-    check_reward_functions_of,
-    length_conflicts,
-    length_warnings,
+    check_reward_functions,
+    length_problems,
     refuse_other_end_tokens,
     refuse_other_tokenizers,
     tensor_problems,
@@ -213,14 +212,14 @@ def component_supports_what_it_names(config: RunFacts, path: KeyPath, section: C
 def rows_fit_the_positions(config: RunFacts) -> Iterator[Problem]:
     """A model without rotary embeddings has positions for the longest rows."""
     config.require_models()
-    yield from length_conflicts(config.run) if config.starts_policy else ()
+    yield from length_problems(config.run, is_rotary=False) if config.starts_policy else ()
 
 
 @rule(*_FILES, "policy.generation.model_name", stage=Stage.IMPORTED, warns=True)
 def rows_fit_the_trained_positions(config: RunFacts) -> Iterator[Problem]:
     """A model with rotary embeddings was trained for the positions of the longest rows."""
     config.require_models()
-    yield from length_warnings(config.run) if config.starts_policy else ()
+    yield from length_problems(config.run, is_rotary=True) if config.starts_policy else ()
 
 
 @rule(*_FILES, stage=Stage.IMPORTED)
@@ -260,4 +259,4 @@ def schedules_fit_the_data(config: RunFacts) -> Iterator[Problem]:
 def reward_functions_score_the_first_row(config: RunFacts, task: str, section: EnvironmentConfig) -> None:
     """A reward function accepts the first row of its task and returns rewards, and weights have the names of rewards."""
     if not any(map(missing_target, getattr(section, "functions", {}).values())):  # those are reported already
-        check_reward_functions_of(task, config.run, config.data.train, *config.data.validation.values())
+        check_reward_functions(task, config.run, config.data.sources)
