@@ -82,26 +82,24 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
     whole = _render(tokenizer, _answered(question), header=False)
     details = {"header": prompt[len(bare) :] if prompt.startswith(bare) else None}
     shared = get_first_index_that_differs(prompt, whole)
-    problem, status = None, DiagnosisStatus.FAILED
+    status = DiagnosisStatus.FAILED
+    why = "The model would sample after one prefix, but be trained, or continue in a second turn, after another."
+    remedy = "Use a template that writes the same header before an assistant message as for add_generation_prompt."
     if not prompt.startswith(bare):
-        problem = _difference("add_generation_prompt changes the text before the header", bare, prompt)
+        found = _difference("add_generation_prompt changes the text before the header", bare, prompt)
     elif shared < len(prompt) and shared >= len(bare) and prompt[shared:].strip():
-        problem = f"the header ends with {prompt[shared:]!r}, which the rendered answer does not begin with"
+        found = f"the header ends with {prompt[shared:]!r}, which the rendered answer does not begin with"
         status = DiagnosisStatus.WARNING
-    elif shared < len(prompt):
-        problem = _difference("the conversation with the answer does not begin with the prompt", prompt, whole)
-    elif encode(whole, tokenizer)[: len(encode(prompt, tokenizer))] != encode(prompt, tokenizer):
-        problem = "the conversation with the answer begins with the text of the prompt, but with other tokens"
-    if problem is None:
-        found = f"the header {details['header']!r} is appended to the prompt, which stays unchanged"
-        return Diagnosis(name=HEADER, status=DiagnosisStatus.OK, found=found, details=details)
-    if status is DiagnosisStatus.WARNING:
         why = "Rollouts are correct, but supervised training trains such an answer after a header without that text."
         remedy = "Train answers with reasoning, or set policy.tokenizer.chat_template_kwargs if the template has a switch."
+    elif shared < len(prompt):
+        found = _difference("the conversation with the answer does not begin with the prompt", prompt, whole)
+    elif encode(whole, tokenizer)[: len(encode(prompt, tokenizer))] != encode(prompt, tokenizer):
+        found = "the conversation with the answer begins with the text of the prompt, but with other tokens"
     else:
-        why = "The model would sample after one prefix, but be trained, or continue in a second turn, after another."
-        remedy = "Use a template that writes the same header before an assistant message as for add_generation_prompt."
-    return Diagnosis(name=HEADER, status=status, found=problem, why=why, remedy=remedy, details=details)
+        found = f"the header {details['header']!r} is appended to the prompt, which stays unchanged"
+        status = DiagnosisStatus.OK
+    return Diagnosis(name=HEADER, status=status, found=found, why=why, remedy=remedy, details=details)
 
 
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:

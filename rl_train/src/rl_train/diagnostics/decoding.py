@@ -8,7 +8,7 @@ sampler and trainer, by range of positions. The functions `test_*` check a model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,7 +61,14 @@ def check_decode_against_prefill(
         decoded = generated(generation, prompts, greedy=True)
         places = _places(decoded)
         if not places:
-            return _too_short(decoded)
+            return Diagnosis(
+                name=DECODE,
+                status=DiagnosisStatus.WARNING,
+                found=f"all {decoded.size} greedy completions have one token, so nothing was decoded after the prefill",
+                why=_WHY_EQUAL,
+                remedy="Use prompts with longer completions, or increase policy.generation.max_new_tokens.",
+                details={"num_tokens": 0},
+            )
         prefilled = generated(generation, _prefixes(decoded, places), greedy=True)
     finally:
         generation.finish_generation()
@@ -89,12 +96,11 @@ def check_decode_against_prefill(
         f"{largest:.2g} nats, at position {details['worst_position']}; {int(same.sum())} of {len(places)} "
         "tokens are the same"
     )
-    if error <= threshold:
-        return Diagnosis(name=DECODE, status=DiagnosisStatus.OK, found=found, details=details)
+    is_small = error <= threshold
     return Diagnosis(
         name=DECODE,
-        status=DiagnosisStatus.FAILED,
-        found=f"{found}; at most {threshold:.6g} is allowed",
+        status=DiagnosisStatus.OK if is_small else DiagnosisStatus.FAILED,
+        found=found if is_small else f"{found}; at most {threshold:.6g} is allowed",
         why=_WHY_EQUAL,
         remedy="Disable the engine's prefix cache, compiled graphs and attention kernel one after the other, and try float32. "
         "The change that removes the difference is the cause.",
@@ -123,21 +129,15 @@ def check_engine_against_policy(
         "by_position": {part.label: _plain(part.multiplicative_error) for part in agreement.by_position},
         "threshold": threshold,
     }
-    if failures:
-        return Diagnosis(
-            name=POLICY,
-            status=DiagnosisStatus.FAILED,
-            found="; ".join(failures),
-            why=_WHY_EQUAL,
-            remedy="Run `rlcore check logprobs` to see which tokens differ; docs/validation.md lists common causes.",
-            details=details,
-        )
     return Diagnosis(
         name=POLICY,
-        status=DiagnosisStatus.OK,
-        found=f"exp(mean |d|) is {agreement.multiplicative_error:.6f} over {agreement.num_tokens} tokens: "
+        status=DiagnosisStatus.FAILED if failures else DiagnosisStatus.OK,
+        found="; ".join(failures)
+        or f"exp(mean |d|) is {agreement.multiplicative_error:.6f} over {agreement.num_tokens} tokens: "
         f"{first.multiplicative_error:.6f} at position {first.label} of the completion, "
         f"{last.multiplicative_error:.6f} at {last.label}",
+        why=_WHY_EQUAL,
+        remedy="Run `rlcore check logprobs` to see which tokens differ; docs/validation.md lists common causes.",
         details=details,
     )
 
@@ -162,18 +162,6 @@ def _prefixes(decoded: BatchedDataDict[Any], places: list[tuple[int, int]]) -> B
             "input_lengths": torch.tensor([len(row) for row in rows]),
             "max_new_tokens": torch.ones(len(rows), dtype=torch.int64),
         }
-    )
-
-
-def _too_short(decoded: BatchedDataDict[Any]) -> Diagnosis:
-    details: Mapping[str, Any] = {"num_tokens": 0}
-    return Diagnosis(
-        name=DECODE,
-        status=DiagnosisStatus.WARNING,
-        found=f"all {decoded.size} greedy completions have one token, so nothing was decoded after the prefill",
-        why=_WHY_EQUAL,
-        remedy="Use prompts with longer completions, or increase policy.generation.max_new_tokens.",
-        details=details,
     )
 
 
@@ -213,31 +201,16 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
     longest = int(output["unpadded_sequence_lengths"].max())
     reached = int(((output["unpadded_sequence_lengths"] == limit) & output["truncated"]).sum())
     details = {"limit": limit, "longest_row": longest, "rows_cut_at_the_limit": reached, "problems": problems}
+    status = DiagnosisStatus.FAILED if problems else DiagnosisStatus.OK if reached else DiagnosisStatus.WARNING
+    found = f"{reached} of {len(rows)} rows were truncated at the limit of {limit} tokens, and none is longer; a prompt of "
+    found += "that length is refused"
+    remedy = "Repeat the check with other prompts (--num-prompts) or a higher temperature."
     if problems:
-        return Diagnosis(
-            name=NAME,
-            status=DiagnosisStatus.FAILED,
-            found=f"the engine violates the limit of {limit} tokens: " + "; ".join(problems),
-            why=_WHY_LIMITED,
-            remedy="Set the limit in the engine's section (max_model_len), or lower policy.max_total_sequence_length.",
-            details=details,
-        )
-    if not reached:
-        return Diagnosis(
-            name=NAME,
-            status=DiagnosisStatus.WARNING,
-            found=f"all {len(rows)} rows ended before the limit of {limit} tokens, so the limit was not tested",
-            why=_WHY_LIMITED,
-            remedy="Repeat the check with other prompts (--num-prompts) or a higher temperature.",
-            details=details,
-        )
-    return Diagnosis(
-        name=NAME,
-        status=DiagnosisStatus.OK,
-        found=f"{reached} of {len(rows)} rows were truncated at the limit of {limit} tokens, and none is longer; a prompt of "
-        "that length is refused",
-        details=details,
-    )
+        found = f"the engine violates the limit of {limit} tokens: " + "; ".join(problems)
+        remedy = "Set the limit in the engine's section (max_model_len), or lower policy.max_total_sequence_length."
+    elif not reached:
+        found = f"all {len(rows)} rows ended before the limit of {limit} tokens, so the limit was not tested"
+    return Diagnosis(name=NAME, status=status, found=found, why=_WHY_LIMITED, remedy=remedy, details=details)
 
 
 def _of_length(prompt: torch.Tensor, length: int) -> torch.Tensor:

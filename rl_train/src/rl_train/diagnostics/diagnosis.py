@@ -30,11 +30,16 @@ class Diagnosis:
     found: str
     """What was measured, with numbers."""
     why: str = ""
-    """Why it matters; empty if the status is ok."""
+    """Why it matters; always empty if the status is ok."""
     remedy: str = ""
-    """What to do; empty if the status is ok."""
+    """What to do; always empty if the status is ok."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """All measurements as plain values, for programs."""
+
+    def __post_init__(self) -> None:
+        if self.status is DiagnosisStatus.OK:
+            object.__setattr__(self, "why", "")
+            object.__setattr__(self, "remedy", "")
 
     def __str__(self) -> str:
         lines = [f"{self.status.value}: {self.name}: {self.found}"]

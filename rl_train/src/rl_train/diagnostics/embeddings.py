@@ -50,16 +50,14 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
     }
     details["rows_beyond_the_tokenizer"] = unused_rows
     beyond = f" ({unused_rows} further rows are beyond the tokenizer's ids)" if unused_rows else ""
-    if not any(kinds.values()):
-        found = f"none of {num_tokens} rows is zero, constant, equal to another row, or of unusual norm{beyond}"
-        return Diagnosis(name=UNTRAINED, status=DiagnosisStatus.OK, found=found, details=details)
     broken = {token for kind, ids in kinds.items() if kind != "odd_norm" for token in ids} & set(used_ids)
-    found = "; ".join(f"{kind.replace('_', ' ')}: {_listed(ids, tokenizer)}" for kind, ids in kinds.items() if ids)
+    listed = "; ".join(f"{kind.replace('_', ' ')}: {_listed(ids, tokenizer)}" for kind, ids in kinds.items() if ids)
+    found = listed or f"none of {num_tokens} rows is zero, constant, equal to another row, or of unusual norm"
     if broken:
         found = f"this run uses {_listed(sorted(broken), tokenizer)}. {found}"
     return Diagnosis(
         name=UNTRAINED,
-        status=DiagnosisStatus.FAILED if broken else DiagnosisStatus.WARNING,
+        status=_severity(listed, broken),
         found=found + beyond,
         why="The model was probably never trained on these tokens: its output for a prompt that contains one, and the "
         "probability of sampling one, are meaningless.",
@@ -79,16 +77,16 @@ def check_token_rows(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collecti
     """
     rows = len(weight)
     missing = sorted(number for number in tokenizer.get_vocab().values() if number >= rows)
-    if not missing:
-        found = f"all {len(tokenizer)} tokens have one of the {rows} rows of the embedding"
-        return Diagnosis(name=ROWS, status=DiagnosisStatus.OK, found=found, details={"rows": rows, "missing": []})
     every_row = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     used = sorted(every_row.union(used_ids).intersection(missing))
+    found = f"all {len(tokenizer)} tokens have one of the {rows} rows of the embedding"
+    if missing:
+        found = f"this run uses {_listed(used, tokenizer)}. " if used else ""
+        found += f"without one of the {rows} rows of the embedding: {_listed(missing, tokenizer)}"
     return Diagnosis(
         name=ROWS,
-        status=DiagnosisStatus.FAILED if used else DiagnosisStatus.WARNING,
-        found=(f"this run uses {_listed(used, tokenizer)}. " if used else "")
-        + f"without one of the {rows} rows of the embedding: {_listed(missing, tokenizer)}",
+        status=_severity(missing, used),
+        found=found,
         why="A row of the data that contains such a token cannot be computed.",
         remedy=WITHOUT_ROWS,
         details={"rows": rows, "missing": missing},
@@ -116,12 +114,9 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         "input": weights.input_name,
         "output": weights.output_name,
     }
-    status = _tying_status(weights, declared)
-    if status is DiagnosisStatus.OK:
-        return Diagnosis(name=TIED, status=status, found=found, details=details)
     return Diagnosis(
         name=TIED,
-        status=status,
+        status=_tying_status(weights, declared),
         found=found,
         why="A program that loads the saved model by this config would tie separate matrices, or separate tied ones, and "
         "compute outputs that differ from those of the trained model.",
@@ -129,6 +124,10 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         "saved to.",
         details=details,
     )
+
+
+def _severity(suspicious: Collection[object], used: Collection[object]) -> DiagnosisStatus:
+    return DiagnosisStatus.FAILED if used else DiagnosisStatus.WARNING if suspicious else DiagnosisStatus.OK
 
 
 def _tying_status(weights: EmbeddingWeights, declared: bool | None) -> DiagnosisStatus:
