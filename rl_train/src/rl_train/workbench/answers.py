@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -190,12 +189,12 @@ class _SourceCheck:
     def _constant_answers(self) -> tuple[DiagnosisStatus, str]:
         expected = dict.fromkeys(each.expected for each in self._solved)
         by_answer = {
-            answer: self._paid(repr(_cut(answer)), partial(_always, answer))
+            answer: self._paid(repr(_cut(answer)), [answer] * len(self._solved))
             for answer in dict.fromkeys([*CONSTANTS, *expected])
         }
         self._of_others = [by_answer[answer] for answer in expected]
         results = [*by_answer.values()]
-        results.append(self._paid("the question", lambda solved: str(solved.row.messages[-1]["content"])))
+        results.append(self._paid("the question", [str(each.row.messages[-1]["content"]) for each in self._solved]))
         most, best = max(results, key=lambda each: each.paid / max(each.rows, 1)), max(results, key=lambda each: each.mean)
         if most.is_on_most:
             problem = (
@@ -232,8 +231,8 @@ class _SourceCheck:
         )
 
     def _near_misses(self) -> tuple[DiagnosisStatus, str]:
-        others = {each.expected: self._other(each) for each in self._solved}
-        found = [self._paid(label, partial(_changed, change, others)) for label, change in _NEAR_MISSES.items()]
+        pairs = [(each.expected, self._other(each)) for each in self._solved]
+        found = [self._paid(label, [change(*pair) for pair in pairs]) for label, change in _NEAR_MISSES.items()]
         shown = ", ".join(f"{each.label!r} {each.paid} of {each.rows}" for each in found)
         is_noted = any(each.is_on_most for each in found)
         return DiagnosisStatus.NOTE if is_noted else DiagnosisStatus.OK, f"rewarded like the expected answer ANSWER: {shown}"
@@ -255,12 +254,11 @@ class _SourceCheck:
             "If good answers do not get much more, training learns such answers"
         )
 
-    def _paid(self, label: str, answer: Callable[[_Solved], str]) -> _Paid:
-        wrong = [each for each in self._solved if not _is_same(answer(each), each.expected)]
-        rewards = (
-            self._rewards([each.row for each in wrong], [self._form.format(answer(each)) for each in wrong]) if wrong else []
-        )
-        scored = [(each, reward) for each, reward in zip(wrong, rewards, strict=True) if reward is not None]
+    def _paid(self, label: str, answers: Sequence[str]) -> _Paid:
+        tried = zip(self._solved, map(self._form.format, answers), answers, strict=True)
+        wrong = [(each, given) for each, given, answer in tried if not _is_same(answer, each.expected)]
+        rewards = self._rewards([each.row for each, _ in wrong], [given for _, given in wrong]) if wrong else []
+        scored = [(each, reward) for (each, _), reward in zip(wrong, rewards, strict=True) if reward is not None]
         return _Paid(
             label=label,
             paid=sum(reward >= each.reward for each, reward in scored),
@@ -301,14 +299,6 @@ def _parameters(environment: EnvironmentInterface) -> set[str]:
     functions = environment.functions if isinstance(environment, FunctionEnvironment) else []
     named = {name for function in functions for name in function.accepted or function.required}
     return named - {*ROW_ARGUMENTS, *BATCH_ARGUMENTS}
-
-
-def _always(answer: str, solved: _Solved) -> str:
-    return answer
-
-
-def _changed(change: Callable[[str, str], str], others: Mapping[str, str], solved: _Solved) -> str:
-    return change(solved.expected, others[solved.expected])
 
 
 def _is_same(one: str, other: str) -> bool:
