@@ -87,9 +87,7 @@ def choose_start(config: RunConfig, *, name: str, resume: str) -> ResumePoint:
 
 def start_in(folder: Path) -> ResumePoint:
     """A run from its first step in a folder that the caller names."""
-    return ResumePoint(
-        folder=folder, identity=_Runs(parent=folder.parent, name=folder.name).identity_of(folder), checkpoint=None
-    )
+    return _Runs(parent=folder.parent, name=folder.name).at(folder)
 
 
 def lock_run_folder(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) -> ResumePoint:
@@ -179,7 +177,7 @@ class _Runs:
         """A new run in the next free folder, or in the newest one if its run failed before its first step."""
         existing, numbered = self.existing(), self._numbered()
         if existing and existing[-1] == numbered[max(numbered)] and _failed_before_first_step(existing[-1]):
-            return ResumePoint(folder=existing[-1], identity=self.identity_of(existing[-1]), checkpoint=None)
+            return self.at(existing[-1])
         number = max(numbered) + 1 if existing or 1 in numbered else 1
         folder = self.parent / (self.name if number == 1 else f"{self.name}-{number}")
         note = "" if number == 1 else _occupied(existing[-1] if existing else numbered[1])
@@ -187,12 +185,12 @@ class _Runs:
             folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None, name_note=note
         )
 
-    def identity_of(self, folder: Path) -> RunIdentity:
-        """Identity of the run in an existing folder, which may have been moved."""
+    def at(self, folder: Path, checkpoint: Path | None = None) -> ResumePoint:
+        """The run in an existing folder, which may have been moved."""
         identity = read_identity(folder)
         if identity is None:
-            return RunIdentity.new(name=self.name if folder in self.existing() else folder.name, folder=folder)
-        return replace(identity, folder=str(folder.absolute()))
+            identity = RunIdentity.new(name=self.name if folder in self.existing() else folder.name, folder=folder)
+        return ResumePoint(folder=folder, identity=replace(identity, folder=str(folder.absolute())), checkpoint=checkpoint)
 
     def _numbered(self) -> dict[int, Path]:
         """Every folder called `name` (1) or `name-N` (N), also of other runs: the second run of `a` is called `a-2`."""
@@ -219,7 +217,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
         latest = _latest_of(folder, section)
         if latest is not None:
             unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_finished_epochs(folder, latest, config)
-            return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
+            return runs.at(folder, latest) if unfinished else None
     # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
     owner = read_identity(elsewhere.folder)
@@ -281,7 +279,7 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoi
         latest = _latest_of(path, None)
         if latest is None:
             raise CheckpointError(f"The run folder {path} has no complete checkpoint. Start a new run with --resume never.")
-        return ResumePoint(folder=path, identity=runs.identity_of(path), checkpoint=latest)
+        return runs.at(path, latest)
     if not path.exists():
         raise CheckpointError(
             f"--resume {path}: there is no such checkpoint or run folder. `auto`, the default, continues the newest unfinished "
@@ -293,9 +291,9 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoi
     for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
         identity = read_identity(folder)
         if owner is not None and identity is not None and identity.run_id == owner.run_id:
-            return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
+            return runs.at(folder, path)
     if owner is None and path.parent.name == CHECKPOINTS:
-        return ResumePoint(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)
+        return runs.at(path.parent.parent, path)
     new = runs.new()
     if owner is not None and checkpoint_store(section, new.folder).folder.resolve() == path.parent.resolve():
         # The run folder does not exist any more, so the run continues in a new one.
