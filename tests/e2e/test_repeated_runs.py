@@ -65,7 +65,7 @@ def started(monkeypatch):
         monkeypatch.setattr(owner, start.__name__, counted)
 
     count(workers.Builder, workers.Builder.generation, "generation")
-    count(workers, workers.make_environments, "environments")
+    count(workers.Builder, workers.Builder.environments, "environments")
     return names
 
 

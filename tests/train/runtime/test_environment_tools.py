@@ -17,7 +17,7 @@ from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_envs.arithmetic import ArithmeticDataset
-from rl_train.assembly.workers import make_environments
+from rl_train.assembly.workers import Builder
 from rl_train.config.schema import RunConfig
 from rl_train.diagnostics import DiagnosisStatus
 from rl_train.pools.elsewhere import environment_elsewhere
@@ -123,7 +123,8 @@ def test_a_typical_mistake_is_found_by_its_check(name, rows, monkeypatch):
 def test_a_class_decides_whether_a_run_gives_it_token_ids(name, reads):
     run = RunConfig.model_construct(env={"lengths": EnvironmentConfig(env_cls=f"{__name__}.{name}")})
     with ExitStack() as exits:
-        assert make_environments(run, Registry(discover()), exits, cluster=None)["lengths"].reads_token_ids is reads
+        builder = Builder(run=run, registry=Registry(discover()), exits=exits, cluster=None)
+        assert builder.environments()["lengths"].reads_token_ids is reads
 
 
 @pytest.mark.parametrize(

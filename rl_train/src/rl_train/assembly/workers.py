@@ -98,7 +98,7 @@ class Builder:
             return self._start_on_gpus(samples=samples)
         starts: dict[str, Callable[[], Any]] = {"policy": self.policy}
         if samples:
-            starts |= {"generation": self.generation, "environments": self._environments}
+            starts |= {"generation": self.generation, "environments": self.environments}
         starts["companions"] = self.companions
         if self.cluster is None:
             return Workers(**{name: start() for name, start in starts.items()})
@@ -115,7 +115,7 @@ class Builder:
         policy, generation = self.policy_and_engine() if samples else (self.policy(), None)
         if any(getattr(self.run, name) is not None for name in COMPANIONS):
             policy.offload_after_refit()  # a companion needs the same memory to load
-        environments, companions = self._environments() if samples else {}, self.companions()
+        environments, companions = self.environments() if samples else {}, self.companions()
         return Workers(policy=policy, generation=generation, environments=environments, companions=companions)
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
@@ -193,8 +193,40 @@ class Builder:
         on_gpus = self.engine_cluster.use_gpus if self.engine_cluster is not None else self.uses_gpus
         return section.for_devices(Devices(use_gpus=on_gpus, trains=self.trains and self.shares_gpus))
 
-    def _environments(self) -> dict[str, EnvironmentInterface]:
-        return make_environments(self.run, self.registry, self.exits, self.cluster)
+    def environments(self) -> dict[str, EnvironmentInterface]:
+        """Every task's environment, as a pool of processes, or in this process without a cluster."""
+        return {task: self._environment(task, section) for task, section in self.run.env.items()}
+
+    def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
+        component = environment_component(task, section, self.registry)
+        elsewhere = environment_elsewhere(task, section, self.registry)
+        worker_class: Any
+        if elsewhere is not None:
+            worker_class, kwargs = worker_elsewhere(component, elsewhere, section)
+            has_sessions, reads_tokens = elsewhere.keeps_sessions, elsewhere.reads_token_ids
+        else:
+            worker_class = component.load()
+            with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
+                check_environment_class(worker_class, component.name)
+            kwargs = first_argument(worker_class, constructor_config(section))
+            plain = plain_class(worker_class)
+            has_sessions, reads_tokens = keeps_sessions(plain), getattr(plain, "reads_token_ids", False)
+        if self.cluster is None:
+            pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
+        else:
+            pool = ActorPool(
+                self.cluster,
+                worker_class,
+                section.num_workers,
+                kwargs,
+                deadline_s=min(self.run.cluster.deadlines.environment_s, section.step_timeout_s),
+                max_concurrency=section.max_concurrency,
+                python=section.python if elsewhere is not None else None,
+                name=f"env.{task}",
+            )
+        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions, reads_token_ids=reads_tokens)
+        self.exits.callback(environment.shutdown)
+        return environment
 
     def _create(self, kind: Kind, key: str, backend: str, **arguments: Any) -> Any:
         """A model or an engine; it loads in the background until `exits` closes it."""
@@ -214,49 +246,3 @@ class Builder:
                 raise
         self.exits.callback(created.shutdown)
         return created
-
-
-def make_environments(
-    run: RunConfig, registry: Registry, exits: ExitStack, cluster: RayVirtualCluster | None
-) -> dict[str, EnvironmentInterface]:
-    """Every task's environment, as a pool of processes, or in this process without a cluster."""
-    return {task: _environment(task, section, run, registry, exits, cluster) for task, section in run.env.items()}
-
-
-def _environment(
-    task: str,
-    section: EnvironmentConfig,
-    run: RunConfig,
-    registry: Registry,
-    exits: ExitStack,
-    cluster: RayVirtualCluster | None,
-) -> EnvironmentInterface:
-    component = environment_component(task, section, registry)
-    elsewhere = environment_elsewhere(task, section, registry)
-    worker_class: Any
-    if elsewhere is not None:
-        worker_class, kwargs = worker_elsewhere(component, elsewhere, section)
-        has_sessions, reads_tokens = elsewhere.keeps_sessions, elsewhere.reads_token_ids
-    else:
-        worker_class = component.load()
-        with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
-            check_environment_class(worker_class, component.name)
-        kwargs = first_argument(worker_class, constructor_config(section))
-        plain = plain_class(worker_class)
-        has_sessions, reads_tokens = keeps_sessions(plain), getattr(plain, "reads_token_ids", False)
-    if cluster is None:
-        pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
-    else:
-        pool = ActorPool(
-            cluster,
-            worker_class,
-            section.num_workers,
-            kwargs,
-            deadline_s=min(run.cluster.deadlines.environment_s, section.step_timeout_s),
-            max_concurrency=section.max_concurrency,
-            python=section.python if elsewhere is not None else None,
-            name=f"env.{task}",
-        )
-    environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions, reads_token_ids=reads_tokens)
-    exits.callback(environment.shutdown)
-    return environment

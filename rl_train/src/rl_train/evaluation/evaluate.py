@@ -24,7 +24,7 @@ from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.run_assembly import PolicyAndEngine, PolicyAndEnginePlan
 from rl_train.assembly.weights import make_weights
-from rl_train.assembly.workers import Builder, make_environments
+from rl_train.assembly.workers import Builder
 from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.manifest import read_state
 from rl_train.config.loader import LoadedConfig, load_config
@@ -168,7 +168,7 @@ class EvaluationPlan:
         assert section is not None
         if declares_own_weights(section, builder.registry):
             engine_weights = EvaluatedWeights(checkpoint=None, version=None, fingerprint=None, transport=None)
-            environments = make_environments(builder.run, builder.registry, builder.exits, builder.cluster)
+            environments = builder.environments()
             return builder.generation(), environments, engine_weights
         workers = builder.start(samples=True)
         assert workers.generation is not None
