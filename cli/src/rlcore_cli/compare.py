@@ -174,10 +174,8 @@ def _compare_metric(name: str, curves: Sequence[Curve]) -> MetricComparison:
     end = end if step is None else step
     points = [[(value, at) for value, at in zip(c.values, c.steps, strict=True) if at <= end] for c in curves]
     finals = tuple(own[-1] for own in points)
-    if direction is None:
-        return MetricComparison(metric=name, direction=direction, finals=finals, bests=None, step=step)
     best = max if direction == "higher" else min
-    bests = tuple(best(own, key=lambda point: point[0]) for own in points)
+    bests = None if direction is None else tuple(best(own, key=lambda point: point[0]) for own in points)
     return MetricComparison(metric=name, direction=direction, finals=finals, bests=bests, step=step)
 
 
@@ -286,22 +284,15 @@ def _metric_table(metrics: Sequence[MetricComparison], letters: tuple[str, ...])
         return
     table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better run"]]
     for row in metrics:
-        bests = row.bests or ()
-        table.append(
-            [
-                row.metric,
-                *_cells(row.finals, with_steps=row.step is None),
-                *(_cells(bests) or [""] * len(letters)),
-                better_runs(row, letters),
-            ]
-        )
+        finals = [f"{value} at {step}" if row.step is None else value for value, step in _cells(row.finals)]
+        bests = [value for value, _ in _cells(row.bests or ())]
+        table.append([row.metric, *finals, *(bests or [""] * len(letters)), better_runs(row, letters)])
     yield from aligned(table)
     yield "In parentheses: difference from A. With one run each, a difference may be due to the seed."
 
 
-def _cells(points: tuple[tuple[float, int], ...], *, with_steps: bool = False) -> list[str]:
-    values = [cell(value, points[0][0] if index else None) for index, (value, _) in enumerate(points)]
-    return [f"{value} at {step}" for value, (_, step) in zip(values, points, strict=True)] if with_steps else values
+def _cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
+    return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
 
 
 def _short(value: str) -> str:
@@ -360,14 +351,11 @@ def _figures(comparison: Comparison, chosen: SelectedPanel) -> list[Figure]:
 
 
 def _row(row: MetricComparison, comparison: Comparison) -> dict[str, Any]:
-    def cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
-        return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
-
     return {
         "metric": row.metric,
         "direction": row.direction,
         "steps_differ": row.step is None,
-        "finals": cells(row.finals),
-        "bests": cells(row.bests) if row.bests is not None else [("", None)] * len(comparison.runs),
+        "finals": _cells(row.finals),
+        "bests": _cells(row.bests) if row.bests is not None else [("", None)] * len(comparison.runs),
         "words": better_runs(row, comparison.letters),
     }
