@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -128,7 +128,7 @@ _SKEW_S = 5.0
 _READ_BY_DRIVER = "data."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One problem.
 
@@ -141,51 +141,43 @@ class Finding:
 
     node: str
     check: str
-    status: Literal["error", "warning"]
+    status: Literal["error", "warning"] = field(default="error", kw_only=True)
     text: str
 
 
 def findings_of(survey: Survey, questions: Questions) -> list[Finding]:
     """All problems."""
-    found = [
-        _finding(node, "answer", str(answer)) for node, answer in survey.reports.items() if isinstance(answer, RLCoreError)
-    ]
+    found = [Finding(node, "answer", str(answer)) for node, answer in survey.reports.items() if isinstance(answer, RLCoreError)]
     for node, answer in survey.reports.items():
         if isinstance(answer, NodeReport):
             found += _against(survey.here, answer, node, questions)
     return [*found, *_shared(survey, questions), *_network(survey), *_clocks(survey), *_resources(survey, questions)]
 
 
-def _finding(node: str, check: str, text: str, *, warning: bool = False) -> Finding:
-    return Finding(node=node, check=check, status="warning" if warning else "error", text=text)
-
-
 def _against(here: NodeReport, there: NodeReport, node: str, questions: Questions) -> Iterator[Finding]:
     """Differences between the node and this process."""
     if here.python.split(".")[:2] != there.python.split(".")[:2]:
-        yield _finding(
-            node, "Python", f"Python {there.python} instead of {here.python}: use the same interpreter on all nodes."
-        )
+        yield Finding(node, "Python", f"Python {there.python} instead of {here.python}: use the same interpreter on all nodes.")
     for name, version, other in _differences(here.versions, there.versions):
         if other is None:
-            yield _finding(node, "versions", f"{name} {version} is not installed: pip install {name}=={version} there.")
+            yield Finding(node, "versions", f"{name} {version} is not installed: pip install {name}=={version} there.")
         elif version is None:
-            yield _finding(node, "versions", f"{name} {other} is installed only there, not for this process.", warning=True)
+            yield Finding(node, "versions", f"{name} {other} is installed only there, not for this process.", status="warning")
         else:
-            yield _finding(node, "versions", f"{name} {other} instead of {version}: pip install {name}=={version} there.")
+            yield Finding(node, "versions", f"{name} {other} instead of {version}: pip install {name}=={version} there.")
     for name, status, other in _differences(here.plugins, there.plugins):
         if status is not None and other is not None:
-            yield _finding(node, "plugins", f"plugin {name} is {other}, here {status}: run `rlcore doctor {name}` there.")
+            yield Finding(node, "plugins", f"plugin {name} is {other}, here {status}: run `rlcore doctor {name}` there.")
     for key, path in questions.inputs.items():
         wanted, seen = here.inputs[path], there.inputs[path]
         if seen != wanted:
-            yield _finding(
+            yield Finding(
                 node,
                 "paths",
                 f"{key}: {path} {'does not exist' if seen is None else 'has other content'}. Put it on a file system that all "
                 "nodes mount, or copy it to the same path."
                 + (" Only the driver reads it, so a run started elsewhere works." if key.startswith(_READ_BY_DRIVER) else ""),
-                warning=key.startswith(_READ_BY_DRIVER),
+                status="warning" if key.startswith(_READ_BY_DRIVER) else "error",
             )
 
 
@@ -199,23 +191,22 @@ def _shared(survey: Survey, questions: Questions) -> Iterator[Finding]:
     for key, folder in questions.outputs.items():
         for node, problem in survey.shared[folder].items():
             advice = f"Set {key} to a folder on a file system that all nodes mount."
-            yield _finding(node, "run folder", f"{key}: {folder}: {problem}. {advice}")
+            yield Finding(node, "run folder", f"{key}: {folder}: {problem}. {advice}")
 
 
 def _network(survey: Survey) -> Iterator[Finding]:
     for (node, peer), speed in survey.mib_per_s.items():
         if isinstance(speed, str):
             advice = "Allow TCP on all ports between the nodes; see docs/clusters.md."
-            yield _finding(node, "network", f"{node} cannot send to {peer}: {speed}. {advice}")
+            yield Finding(node, "network", f"{node} cannot send to {peer}: {speed}. {advice}")
 
 
 def _clocks(survey: Survey) -> Iterator[Finding]:
     for node, skew in survey.skews.items():
         if abs(skew) > _SKEW_S:
             where = "ahead" if skew > 0 else "behind"
-            yield _finding(
-                node, "clock", f"its clock is at least {abs(skew):.0f} s {where}: synchronize it (chrony, ntpd).", warning=True
-            )
+            text = f"its clock is at least {abs(skew):.0f} s {where}: synchronize it (chrony, ntpd)."
+            yield Finding(node, "clock", text, status="warning")
 
 
 def _resources(survey: Survey, questions: Questions) -> Iterator[Finding]:
@@ -227,5 +218,5 @@ def _resources(survey: Survey, questions: Questions) -> Iterator[Finding]:
         with_gpus = request.gpus_per_bundle > 0
         for free in (False, True):
             if plan(request, nodes, free=free) is None:
-                yield _finding("", "resources", f"{key}: {insufficient(request, nodes, free=free)}")
+                yield Finding("", "resources", f"{key}: {insufficient(request, nodes, free=free)}")
                 break

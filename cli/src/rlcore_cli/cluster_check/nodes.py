@@ -139,7 +139,10 @@ def survey_nodes(questions: Questions, *, timeout_s: float) -> Survey:
             here=report(inputs),
             nodes=nodes,
             reports=reports,
-            skews={node: _outside(answer.clock, sent, received) for node, answer in answered.items()},
+            # 0 for a clock that was read between the two times.
+            skews={
+                node: min(answer.clock - sent, 0.0) + max(answer.clock - received, 0.0) for node, answer in answered.items()
+            },
             shared={folder: _sharing(probes, folder) for folder in questions.outputs.values()},
             mib_per_s=_speeds(probes, {node: (nodes[node].address, answer.port) for node, answer in answered.items()}),
         )
@@ -239,11 +242,6 @@ def _speeds(probes: _Probes, ports: Mapping[str, tuple[str, int]]) -> dict[tuple
             answer = answers[node]
             speeds[node, peer] = str(answer).partition("\n")[0] if isinstance(answer, RLCoreError) else answer
     return speeds
-
-
-def _outside(clock: float, sent: float, received: float) -> float:
-    """Seconds by which a clock is before or after an interval in which it was read."""
-    return min(clock - sent, 0.0) + max(clock - received, 0.0)
 
 
 class NodeProbe:
