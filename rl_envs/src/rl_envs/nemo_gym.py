@@ -24,6 +24,15 @@ from rl_core.interfaces.records import Message, ToolCall
 from rl_envs.config import NemoGymConfig
 
 _TOOL_NAME = re.compile(r"(?!(?:seed_session|verify|aggregate_metrics|mcp)$)[A-Za-z0-9_-]+")
+_RESPONSE = {
+    "id": "resp_rollout",
+    "object": "response",
+    "created_at": 0,
+    "model": "policy",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
 _FIRST_SERVER_ERROR = 500
 _log = logging.getLogger("rlcore.nemo_gym")
 
@@ -129,7 +138,7 @@ class _Session:
         """The reward of the finished rollout."""
         prompt = [{"role": one["role"], "content": one["content"]} for one in self.prompt or ()]
         given = {"responses_create_params": {"input": prompt}, **self._row}
-        reward = float(self.post("/verify", {**given, "response": response_of(output_items(turns))})["reward"])
+        reward = float(self.post("/verify", {**given, "response": {**_RESPONSE, "output": output_items(turns)}})["reward"])
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {json.dumps(reward)}")
         return reward
@@ -152,17 +161,3 @@ def output_items(turns: Sequence[Message]) -> list[dict[str, Any]]:
             function = {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}
             items.append({"type": "function_call", "id": name, "call_id": name, "status": "completed", **function})
     return items
-
-
-def response_of(output: list[dict[str, Any]]) -> dict[str, Any]:
-    """A finished response with these items."""
-    return {
-        "id": "resp_rollout",
-        "object": "response",
-        "created_at": 0,
-        "model": "policy",
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-    }

@@ -56,7 +56,7 @@ class AgentEndpoint(ModelServer):
         app = FastAPI(
             title="rlcore agent endpoint", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._routes.lifespan
         )
-        app.add_middleware(LimitsMiddleware, limits=_LIMITS, checks=[self._routes.check_key])
+        app.add_middleware(LimitsMiddleware, limits=_LIMITS, checks=[self._routes.turns_of])
         add_error_handlers(app)
         add_model_routes(app, self._routes.models, responses={})
         app.router.add_api_route("/v1/chat/completions", self._routes.chat, methods=["POST"], route_class_override=BodyRoute)
@@ -107,17 +107,13 @@ class AgentRoutes:
         finally:
             await self._threads.close()
 
-    def check_key(self, scope: Scope) -> None:
-        """Refuse a request whose rollout does not exist, before its body is read."""
-        self._turns_of(scope)
-
     async def models(self) -> dict[str, dict[str, Any]]:
         """The policy, the only model."""
         return {self._settings.model: {}}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next turn of a rollout."""
-        turns = self._turns_of(request.scope)
+        turns = self.turns_of(request.scope)
         self._refuse_unsupported(body)
         messages = read_messages([message.model_dump() for message in body.messages])
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -167,7 +163,8 @@ class AgentRoutes:
         events = choices(begun).events(rows(), model=model, threads=threads, has_usage=has_usage)
         return EventStream(errors_as_events(events), aclosing(arrivals))
 
-    def _turns_of(self, scope: Scope) -> TurnSource:
+    def turns_of(self, scope: Scope) -> TurnSource:
+        """What samples the turns of a request; refuses one whose rollout does not exist, before its body is read."""
         turns = self.turns.get(_digest(bearer_key(scope)))
         if turns is None:
             raise ended_error("There is no rollout with this key, or it has ended.")

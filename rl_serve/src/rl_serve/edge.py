@@ -57,7 +57,7 @@ _DRAIN_S = 30
 """Seconds that running requests may take after SIGTERM."""
 KEEP_ALIVE_S = 65
 """Seconds that idle connections stay open. Longer than clients keep them, so that no client uses one that is being closed."""
-Check = Callable[[Scope], None]
+Check = Callable[[Scope], object]
 """Raises ApiError for a request that is refused before its body is read."""
 
 

@@ -229,7 +229,11 @@ def _timeline(run: RunFolder) -> Figure | None:
     if step is None:
         return None
     timeline = run.timelines[step]
-    spans, waiting = _bands(timeline), _waiting(timeline)
+    spans = [  # phases of plugins have the color of `rollout`
+        Band(label=name, start=start, end=end, colour=_COLOURS.get(name, _COLOURS["rollout"]))
+        for name, start, end in timeline["phases"]
+    ]
+    waiting = _waiting(timeline)
     seconds = {band.label: 0.0 for band in spans}
     for band in spans:
         seconds[band.label] += band.end - band.start
@@ -257,14 +261,6 @@ def _typical_step(timelines: Mapping[int, Mapping[str, Any]]) -> int | None:
     steps = sorted(timelines)[1:] or sorted(timelines)
     ordered = sorted(steps, key=lambda step: (timelines[step]["seconds"], step))
     return ordered[len(ordered) // 2] if ordered else None
-
-
-def _bands(timeline: Mapping[str, Any]) -> list[Band]:
-    """The phases of the step loop; phases of plugins have the color of `rollout`."""
-    return [
-        Band(label=name, start=start, end=end, colour=_COLOURS.get(name, _COLOURS["rollout"]))
-        for name, start, end in timeline["phases"]
-    ]
 
 
 def _waiting(timeline: Mapping[str, Any]) -> list[tuple[str, Sequence[float], int]]:

@@ -223,7 +223,16 @@ def run_tests(
         if peer.lost:
             outcome, finished = "lost", finished - {number}
             break
-    passed = sum(_passes(number, tests.held, owners, unreachable, required, finished) for number in range(total))
+
+    def passes(number: int) -> bool:
+        """Whether an assertion held each time it ran, and ran as often as it had to."""
+        if number in owners:
+            owner = owners[number]
+            if not (required if owner is None else {owner}) <= finished:
+                return False
+        return number not in tests.held if number in unreachable else tests.held.get(number, False)
+
+    passed = sum(map(passes, range(total)))
     if passed == total and not required <= finished:
         passed -= 1  # a statement after the assertions raised or did not finish
     os.write(report, f"{passed} {outcome}\n".encode())
@@ -235,19 +244,3 @@ def _share(peer: Peer, names: _Names, definitions: tuple[str, ...]) -> None:
         value = names.get(name)
         if not peer.is_foreign(value) and (isinstance(value, (type, types.ModuleType)) or peer.is_shared(value)):
             peer.request("define", name, value)
-
-
-def _passes(
-    number: int,
-    held: dict[int, bool],
-    owners: dict[int, int | None],
-    unreachable: frozenset[int],
-    required: frozenset[int],
-    finished: set[int],
-) -> bool:
-    """Whether an assertion held each time it ran, and ran as often as it had to."""
-    if number in owners:
-        owner = owners[number]
-        if not (required if owner is None else {owner}) <= finished:
-            return False
-    return number not in held if number in unreachable else held.get(number, False)

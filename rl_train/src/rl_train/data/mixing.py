@@ -82,7 +82,9 @@ class Mixture:
         first = 0
         for number, (name, size) in enumerate(self.sizes.items()):
             count = self.counts[name]
-            passes = _passes(size, epoch * count, (epoch + 1) * count, seed=_seed_of(name, seed), shuffle=shuffle)
+            # The seed of a member does not depend on its position among the members.
+            own = seed + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
+            passes = _passes(size, epoch * count, (epoch + 1) * count, seed=own, shuffle=shuffle)
             order[self.pattern == number] = torch.cat([*passes]) + first
             first += size
         return order.tolist()
@@ -103,8 +105,3 @@ def _passes(size: int, start: int, end: int, *, seed: int, shuffle: bool) -> Ite
     for number in range(start // size, -(-end // size)):
         rows = row_order(size, seed=seed, epoch=number) if shuffle else torch.arange(size)
         yield rows[max(0, start - number * size) : end - number * size]
-
-
-def _seed_of(name: str, seed: int) -> int:
-    """A seed for the member that does not depend on its position among the members."""
-    return seed + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())

@@ -221,7 +221,8 @@ class MlflowLogger(Logger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        named = {_valid_name(name): value for name, value in metrics.items()}
+        # MLflow rejects validation/pass@4 and a reward named `right?`.
+        named = {_INVALID.sub("_", name.replace("@", "_at_")): value for name, value in metrics.items()}
         self._client.log_batch(self._run_id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -276,11 +277,6 @@ def _status_of(error: BaseException | None) -> str:
     if error is None:
         return "FINISHED"
     return "KILLED" if isinstance(error, RunInterrupted | KeyboardInterrupt) else "FAILED"
-
-
-def _valid_name(name: str) -> str:
-    """A metric's name without the characters that MLflow rejects, such as in validation/pass@4 or a reward named `right?`."""
-    return _INVALID.sub("_", name.replace("@", "_at_"))
 
 
 def make_loggers(sections: Mapping[str, LoggerConfig], registry: Registry, folder: Path, exits: ExitStack) -> list[Logger]:

@@ -87,7 +87,9 @@ def report(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _environment(request: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of an environment class, see `rl_train.pools.elsewhere.EnvironmentFacts`."""
-    component = Component(**{key: _tupled(value) for key, value in request["component"].items()})
+    given = request["component"].items()
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given}
+    component = Component(**fields)
     found = component.load()
     check_environment_class(found, component.name)
     if is_wrapped(found) or not issubclass(found, EnvironmentInterface):
@@ -125,10 +127,6 @@ def _lacks(name: str, wanted: str) -> Iterator[str]:
     for check in check_requirements(distribution):
         if check.problem is not None:
             yield f"{name}: {check.problem}"
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

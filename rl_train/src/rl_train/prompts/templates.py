@@ -113,7 +113,8 @@ class NearestExamples:
         Raises:
             DataError: The file cannot be read, an example lacks a field, or bm25s is not installed.
         """
-        examples, search = _index(self._path, _modified(self._path), self._field, tuple(needed_fields(self._config)))
+        modified = self._path.stat().st_mtime_ns if self._path.exists() else 0  # a missing file is reported when it is read
+        examples, search = _index(self._path, modified, self._field, tuple(needed_fields(self._config)))
         wanted = self._config.retrieved_few_shots
         key, seen = normalized(str(row[self._field])), set[str]()
         chosen: list[Example] = []
@@ -200,11 +201,6 @@ def _index(path: Path, modified: int, field: str, needed: tuple[str, ...]) -> tu
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     return examples, Bm25([str(example[field]) for example in examples])
-
-
-def _modified(path: Path) -> int:
-    """Time of the last change in nanoseconds; 0 for a file that does not exist, which is reported when it is read."""
-    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def _words(text: str) -> list[str]:
