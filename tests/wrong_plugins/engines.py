@@ -89,6 +89,16 @@ class IgnoresSeeds(EngineOf):
             return super().generate(data, greedy=greedy)
 
 
+class IgnoresTopK(EngineOf):
+    """Declares `top_k`, and draws from all tokens."""
+
+    capabilities = (*EngineOf.capabilities, "top_k")
+
+    class Worker(HFGenerationWorker):
+        def __init__(self, context, config):
+            super().__init__(context, config.model_copy(update={"top_k": None}))
+
+
 class KeepsItsFirstWeights(EngineOf):
     """Samples from a copy of its first weights, but receives, digests and reports those of the policy."""
 
@@ -143,6 +153,25 @@ class LeavesOutTheLogProbabilityOfTheEnd(EngineOf):
             return output
 
 
+class LooksForStopStringsInSingleTokens(EngineOf):
+    """Looks for stop strings in the text of each token, so one that spans tokens ends no row."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            stops = data.pop("stop_strings", None) or [None] * data.size
+            output, tokenizer = super().generate(data, greedy=greedy), self._sampler.tokenizer
+            for row, (strings, end) in enumerate(zip(stops, output["unpadded_sequence_lengths"].tolist(), strict=True)):
+                start = end - int(output["generation_lengths"][row])
+                texts = [tokenizer.decode([token]) for token in output["output_ids"][row, start:end].tolist()]
+                if found := [at for at, text in enumerate(texts, 1) if any(string in text for string in strings or ())]:
+                    for key in ("output_ids", "logprobs"):
+                        output[key][row, start + found[0] :] = 0
+                    output["generation_lengths"][row] = found[0]
+                    output["unpadded_sequence_lengths"][row] = start + found[0]
+                    output["truncated"][row] = False
+            return output
+
+
 class OverstatesProbabilities(EngineOf):
     """Returns log-probabilities that are five percent too high."""
 
@@ -176,6 +205,15 @@ class ReportsEndedRowsAsTruncated(EngineOf):
             return output
 
 
+class ReportsItsVocabularyAsAFraction(EngineOf):
+    """Reports the size of its vocabulary as a float."""
+
+    class Worker(HFGenerationWorker):
+        def setup(self):
+            facts = super().setup()
+            return {**facts, "vocab_size": float(facts["vocab_size"])}
+
+
 class ReportsOldVersions(EngineOf):
     """Reports that older weights sampled its rows."""
 
@@ -186,6 +224,29 @@ class ReportsOldVersions(EngineOf):
             versions = output["token_versions"]
             output["token_versions"] = versions.where(versions < 0, versions - 1)
             return output
+
+
+class RestartsRowsAfterARefit(EngineOf):
+    """Samples rows that are in progress at a refit again from their prompt."""
+
+    class Worker(HFGenerationWorker):
+        _requests, _was_refitted = {}, False
+
+        def refit_begins(self):
+            super().refit_begins()
+            self._was_refitted = True
+
+        def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
+            arrivals, cancelled = list(arrivals), list(cancelled)
+            if self._was_refitted:
+                arrivals += self._requests.values()
+                super().poll([], cancelled=list(self._requests), wait_s=0.0)
+            self._was_refitted = False
+            self._requests = {**self._requests, **{request.name: request for request in arrivals}}
+            results = super().poll(arrivals, cancelled=cancelled, wait_s=wait_s)
+            for name in (*results, *cancelled):
+                self._requests.pop(name, None)
+            return results
 
 
 class ReturnsALogProbabilityPerRow(EngineOf):
@@ -361,3 +422,13 @@ class TakesAModel(EngineOf):
     def __init__(self, config, model):
         self.model = model
         super().__init__(config=config)
+
+
+class UsesTheOptionsOfTheFirstRow(EngineOf):
+    """Samples all rows of a call with the options of the first one."""
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            if "sampling" in data:
+                data["sampling"] = [data["sampling"][0]] * data.size
+            return super().generate(data, greedy=greedy)

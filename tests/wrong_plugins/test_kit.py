@@ -191,11 +191,22 @@ IN_TRAINING = pytest.mark.full("tests/train/training_checks finds this policy in
     [
         pytest.param(name, marks=IN_TRAINING if policy.marker == "train" else ())
         for name, policy in POLICIES.items()
-        if policy.promise
+        if policy.promise and policy.marker != "kit with ranks"
     ],
 )
 def test_the_kit_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
     names, text = broken(PolicyConformance, f"wrong_plugins.policies.{name}.Policy")
+    assert names == [POLICIES[name].promise], text
+    assert "Traceback" not in text
+
+
+@pytest.mark.full("two workers start twice; a run over two ranks with other wrong policies is in tests/e2e")
+@pytest.mark.ray
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.marker == "kit with ranks"])
+def test_the_kit_with_two_ranks_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
+    path = f"wrong_plugins.policies.{name}.Policy"
+    assert broken(PolicyConformance, path)[0] == []
+    names, text = broken(PolicyConformance, path, uses_ray=True)
     assert names == [POLICIES[name].promise], text
     assert "Traceback" not in text
 

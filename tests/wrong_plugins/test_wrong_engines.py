@@ -20,7 +20,12 @@ def test_a_wrong_engine_stops_the_run_within_three_steps(train, name):
     assert [words for words in engine.words if words not in output] == [], output
 
 
-@pytest.mark.parametrize("name", ["Right", *(name for name, engine in ENGINES.items() if engine.marker == "kit")])
+OF_THE_KIT = [name for name, engine in ENGINES.items() if engine.marker == "kit"]
+
+
+@pytest.mark.parametrize(
+    "name", ["Right", OF_THE_KIT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in OF_THE_KIT[1:])]
+)
 def test_a_right_engine_trains_and_so_does_one_that_only_a_conformance_kit_can_find(train, name):
     code, output, steps = train(section(name))
     assert (code, len(steps)) == (0, 3), output

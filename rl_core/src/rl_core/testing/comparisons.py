@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypeVar, get_origin, get_type_hints
+from unittest import SkipTest
 
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_core.config.section import Section
 from rl_core.config.validator import section_of_values
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import WrongKindError
-from rl_core.plugins.component import Component, is_path
+from rl_core.plugins.component import Component, did_you_mean, is_path
 from rl_core.testing.promises import Found
 
 
@@ -53,6 +55,41 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one, other)
     return list(one) != list(other)
+
+
+def check_facts(component: Any, spec: type, **expected: int) -> str:
+    """Check what the workers of a backend reported when they had loaded.
+
+    Args:
+        component: a policy or an engine.
+        spec: `PolicyFacts` or `GenerationFacts`.
+        expected: values of some of the facts.
+
+    Raises:
+        Found: a required fact is missing, a fact has another type or value, or there is no such fact.
+        SkipTest: the component has no workers.
+    """
+    if not isinstance(component, WorkerFacade):
+        raise SkipTest("only a backend with workers reports facts")
+    facts, worker = component.facts, component.worker_class.__name__
+    kinds = get_type_hints(spec, include_extras=True)
+    required = [name for name, kind in kinds.items() if get_origin(kind) is not NotRequired]
+    for name in [*required, *facts]:
+        if name not in facts:
+            raise Found(f"`setup` or `load` of {worker} does not return the fact `{name}`, which is required.")
+        if name not in kinds:
+            raise Found(f"{worker} returns {name!r}, but there is no such fact.{did_you_mean(name, [*kinds])}")
+        kind = get_type_hints(spec)[name]
+        try:
+            TypeAdapter(kind).validate_python(facts[name], strict=True)
+        except ValidationError:
+            label = getattr(kind, "__name__", kind)
+            raise Found(f"{worker} returns {facts[name]!r} as the fact `{name}`. It must be {label}.") from None
+        if facts[name] != expected.get(name, facts[name]):
+            raise Found(
+                f"{worker} returns {facts[name]} as the fact `{name}`, and the model of this test has {expected[name]}."
+            )
+    return ", ".join(facts)
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
+from unittest import SkipTest
 
 import torch
 
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import decode
 from rl_core.errors import DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.worker import GenerationFacts
 from rl_core.plugins.component import Kind
 from rl_core.testing import reference
-from rl_core.testing.comparisons import check_logprobs, check_unchanged, section_of
+from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import check_version, generated
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
 from rl_core.testing.reference import ReferenceSender
 
 TEMPERATURE, LIMIT = 0.7, 12
 _ROWS = 24
+_VISIBLE = 94
+"""Number of visible characters of ASCII, each of which is a token."""
 _DEVIATIONS = 6.0
 """Standard deviations of a sum of log-probabilities; a right engine exceeds it in one of 10^9 calls."""
 _FORM, _SEEDS, _AGREES, _REFIT = (
@@ -37,8 +44,18 @@ class _Subject(NamedTuple):
     engine: GenerationInterface
     sender: ReferenceSender
 
+    def shutdown(self) -> None:
+        self.sender.leave_refit()
+        self.engine.shutdown()
+
 
 _REFITTED = Condition(text="the engine has its own weights", holds=lambda tests: not tests.section().has_own_weights)
+_FILTERS = {"top_k": 4, "top_p": 0.8}
+_FILTERED = Condition(
+    text="neither `top_k` nor `top_p` is declared", holds=lambda tests: bool(_FILTERS.keys() & tests.capabilities())
+)
+_OWN_OPTIONS: tuple[dict[str, Any] | None, ...] = ({"temperature": 1.3}, {"top_k": 3}, None, {"top_p": 0.6})
+"""Of the rows, in turn."""
 
 
 class GenerationConformance(Conformance[_Subject]):
@@ -49,7 +66,7 @@ class GenerationConformance(Conformance[_Subject]):
     """
 
     kind = Kind.GENERATION
-    minimum = 12
+    minimum = 15
     tolerance: ClassVar[float] = 1e-3
 
     @classmethod
@@ -65,7 +82,8 @@ class GenerationConformance(Conformance[_Subject]):
         reference.save_model(cls._folder / "model", weights)
         sender = ReferenceSender(weights, cls._folder)
         cls._exits.callback(sender.leave_refit)
-        section = cls.section()
+        section = cls.with_settings(cls.section())
+        cls._exits.enter_context(reference.one_thread())
         engine = cls.registered().load()(config=section, cluster=cls.cluster(), deadlines=DeadlineConfig())
         if not isinstance(engine, GenerationInterface):
             raise Found(f"{type(engine).__name__} is not a subclass of rl_core.interfaces.GenerationInterface.")
@@ -79,6 +97,10 @@ class GenerationConformance(Conformance[_Subject]):
     test_it_is_created_from_its_section = creation(
         "It is created with `config`, `cluster` and `deadlines`, and loads a folder in the format of Transformers."
     )
+
+    @promise("It returns the required facts of `GenerationFacts` when it has loaded, each with its type.")
+    def test_facts_are_those_of_the_model(self) -> str:
+        return check_facts(self._engine, GenerationFacts, vocab_size=reference.VOCABULARY)
 
     @promise("Outputs have the columns, types, lengths and order of `GenerationOutputSpec`, and begin with the prompts.")
     def test_outputs_have_the_documented_form(self) -> None:
@@ -154,6 +176,46 @@ class GenerationConformance(Conformance[_Subject]):
                 raise Found(
                     f"row {row} has the tokens {whole[row]} among {rows.size} rows, and {some[number]} among {len(chosen)}."
                 )
+
+    @promise(
+        "A row ends with the token that completes one of its `stop_strings` in the text of its completion; it is not "
+        "`truncated`, and other rows are not affected.",
+        after=(_SEEDS, "test_the_end_token_is_kept", "test_truncated_rows_are_reported"),
+    )
+    def test_stop_strings_end_their_rows(self) -> str:
+        if not self._facts.get("reads_text", True):
+            raise SkipTest("the engine has no tokenizer")
+        rows, tokenizer = self._rows(seed=21), reference.byte_tokenizer()
+        rows["input_ids"] = torch.where(rows["input_ids"] > 0, rows["input_ids"] % _VISIBLE + reference.FIRST_BYTE, 0)
+        whole = _completions(self._generate(rows))
+        prompts = [ids[:length].tolist() for ids, length in zip(rows["input_ids"], rows["input_lengths"], strict=True)]
+        stops = [_stop_strings(number, *row, tokenizer) for number, row in enumerate(zip(prompts, whole, strict=True))]
+        output = self._generate(BatchedDataDict({**rows, "stop_strings": stops}))
+        for row, (found, tokens, strings) in enumerate(zip(_completions(output), whole, stops, strict=True)):
+            expected, is_ended = _until(tokens, strings, tokenizer)
+            if found != expected:
+                raise Found(
+                    f"row {row} with the stop strings {strings} has the text {decode(tokenizer, found)!r}. It must be "
+                    f"{decode(tokenizer, expected)!r}, with the last token of a stop string; without one, the row is "
+                    f"{decode(tokenizer, tokens)!r} after the prompt {decode(tokenizer, prompts[row])!r}."
+                )
+            if is_ended and bool(output["truncated"][row]):
+                raise Found(f"row {row} ends with one of its stop strings {strings}, and is `truncated`.")
+        return f"{sum(tokens != ended for tokens, ended in zip(whole, _completions(output), strict=True))} rows ended earlier"
+
+    @promise(
+        "A row's own `temperature`, `top_k` and `top_p` (column `sampling`) replace the engine's in that row.", after=_AGREES
+    )
+    def test_options_of_a_row_are_its_own(self) -> str:
+        if not self._facts.get("reads_sampling", False):
+            raise SkipTest("the facts have no `reads_sampling`")
+        rows, kinds = self._rows(seed=22), len(_OWN_OPTIONS)
+        output = self._generate(BatchedDataDict({**rows, "sampling": [_OWN_OPTIONS[row % kinds] for row in range(_ROWS)]}))
+        for number, options in enumerate(_OWN_OPTIONS):
+            own = {"temperature": TEMPERATURE, "top_k": None, "top_p": 1.0, **(options or {})}
+            of_kind = output.select_indices([*range(number, _ROWS, kinds)])
+            found = self._compared(of_kind, when=f"in a row with `sampling` {options}", **own)
+        return found
 
     @promise("Rows with different seeds are different samples.", after=_FORM)
     def test_seeds_change_the_sample(self) -> None:
@@ -259,9 +321,60 @@ class GenerationConformance(Conformance[_Subject]):
         finally:
             self._refitted(seed=6)
 
+    @promise(
+        "Rows in progress at a refit continue: they keep their tokens, and further ones are drawn with the new weights, under "
+        "their version.",
+        applies=declares("refit_in_flight"),
+        after=("test_generate_async_equals_generate", _REFIT),
+    )
+    def test_rows_in_progress_continue_after_a_refit(self) -> str:
+        rows, before = self._rows(seed=24, shortest=20), self.subject().sender.received
+        rows["max_new_tokens"] = torch.where(torch.arange(_ROWS) < 2, 3, LIMIT)
+        whole, version = _completions(self._generate(rows)), self._engine.weight_version
+        outputs: dict[int, BatchedDataDict[Any]] = {}
+
+        async def collect() -> None:
+            async for row, output in self._engine.generate_async(rows):
+                if not outputs:  # the first rows have ended, and others have as many tokens
+                    self._refitted(seed=7)
+                outputs[row] = output
+
+        asyncio.run(collect())
+        if lost := sorted({*range(_ROWS)} - outputs.keys()):
+            raise Found(f"the rows {lost} were in progress at a refit and were not returned.")
+        output: BatchedDataDict[Any] = BatchedDataDict.from_batches([outputs[row] for row in range(_ROWS)])
+        versions = output.get("token_versions", output["weight_version"][:, None].expand_as(output["output_ids"]))
+        continued = 0
+        for row, (start, end, tokens) in enumerate(_spans(output)):
+            own, kept = versions[row, start:end].tolist(), tokens[start:end][versions[row, start:end] == version].tolist()
+            number = len(kept)
+            if own != [version] * number + [version + 1] * (end - start - number):
+                raise Found(f"row {row} has the token versions {own} after a refit from version {version} to {version + 1}.")
+            if kept != whole[row][:number]:
+                raise Found(f"row {row} has the tokens {kept} of version {version}, and {whole[row]} if there is no refit.")
+            continued += 0 < number < end - start
+        self._compared(output, when="with a refit while rows were in progress", earlier=(versions == version, before))
+        if not continued and not self.uses_ray:
+            raise Found("no row has tokens of both versions, although rows were in progress at the refit.")
+        return f"{continued} of {_ROWS} rows have tokens of both versions"
+
+    @promise(
+        "With `top_k` and `top_p`, tokens are drawn from those that they keep, and log-probabilities are those among the kept.",
+        applies=_FILTERED,
+        after=_AGREES,
+    )
+    def test_top_k_and_top_p_limit_the_tokens(self) -> str:
+        settings: dict[str, Any] = {name: _FILTERS[name] for name in _FILTERS.keys() & self.capabilities()}
+        with self.created_with(**settings):
+            return self._compared(self._generate(self._rows(seed=23)), when=f"with {settings}", **settings)
+
     @property
     def _engine(self) -> GenerationInterface:
         return self.subject().engine
+
+    @property
+    def _facts(self) -> Mapping[str, Any]:
+        return getattr(self._engine, "facts", {})
 
     def _generate(self, rows: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         """The output for copies of the rows, checked as in a run."""
@@ -297,13 +410,27 @@ class GenerationConformance(Conformance[_Subject]):
             sample_seeds=torch.arange(_ROWS) * 7 + 1000 * seed,
         )
 
-    def _compared(self, output: BatchedDataDict[Any]) -> str:
-        """The largest difference of log-probabilities from the reference."""
+    def _compared(
+        self,
+        output: BatchedDataDict[Any],
+        *,
+        temperature: float = TEMPERATURE,
+        when: str = f"at temperature {TEMPERATURE}",
+        earlier: tuple[torch.Tensor, reference.Weights] | None = None,
+        **limits: Any,
+    ) -> str:
+        """The largest difference of log-probabilities from the reference, with the `limits` of `reference.limited`.
+
+        `earlier` are a mask [B, T] of tokens and the weights that drew them.
+        """
         ids, ends = output["output_ids"], output["unpadded_sequence_lengths"]
-        expected = reference.logprobs(self.subject().sender.received, ids, ends, temperature=TEMPERATURE)
+        expected = reference.logprobs(self.subject().sender.received, ids, ends, temperature=temperature, **limits)
+        if earlier is not None:
+            expected = reference.logprobs(earlier[1], ids, ends, temperature=temperature).where(earlier[0], expected)
         starts, position = ends - output["generation_lengths"], torch.arange(ids.shape[1])
         expected = torch.where(position >= starts.unsqueeze(1), expected, 0.0)
-        return check_logprobs(output["logprobs"], expected, tolerance=self.tolerance, when=f"at temperature {TEMPERATURE}")
+        expected = expected.where(~expected.isnan(), output["logprobs"])
+        return check_logprobs(output["logprobs"], expected, tolerance=self.tolerance, when=when)
 
 
 def _spans(output: BatchedDataDict[Any]) -> list[tuple[int, int, torch.Tensor]]:
@@ -314,3 +441,26 @@ def _spans(output: BatchedDataDict[Any]) -> list[tuple[int, int, torch.Tensor]]:
 
 def _completions(output: BatchedDataDict[Any]) -> list[list[int]]:
     return [tokens[start:end].tolist() for start, end, tokens in _spans(output)]
+
+
+def _stop_strings(number: int, prompt: list[int], tokens: list[int], tokenizer: Any) -> list[str] | None:
+    """Strings of a row of one of three kinds: two tokens of its completion, tokens that are not all of its completion, none."""
+    if number % 3 == 2:
+        return None
+    around = [*prompt[-2:], *(tokens[:1] if _are_visible(tokens[:1]) else [])]
+    pairs = [pair for pair in itertools.pairwise(tokens) if _are_visible(pair)]
+    if number % 3 or not pairs:
+        return [decode(tokenizer, around[:2]), decode(tokenizer, around[-2:])]
+    return ["in no row", decode(tokenizer, pairs[len(pairs) // 2])]
+
+
+def _are_visible(tokens: Sequence[int]) -> bool:
+    return all(reference.FIRST_BYTE <= token < reference.FIRST_BYTE + _VISIBLE for token in tokens)
+
+
+def _until(tokens: list[int], strings: Sequence[str] | None, tokenizer: Any) -> tuple[list[int], bool]:
+    """The tokens up to the one that completes a string, and whether there is one."""
+    for end in range(1, len(tokens) + 1):
+        if any(string in decode(tokenizer, tokens[:end]) for string in strings or ()):
+            return tokens[:end], True
+    return tokens, False

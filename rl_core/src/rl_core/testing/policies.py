@@ -9,12 +9,13 @@ from unittest import SkipTest
 
 import torch
 
-from rl_core.config.schema import DeadlineConfig, PolicyConfig
+from rl_core.config.schema import DeadlineConfig, PolicyConfig, SchedulerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, NonFiniteError, NotSupportedError
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, PolicyInterface
+from rl_core.interfaces.worker import PolicyFacts
 from rl_core.plugins.component import Kind
-from rl_core.testing.comparisons import check_logprobs, check_unchanged, section_of
+from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import scored
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
 from rl_core.testing.reference import (
@@ -23,6 +24,7 @@ from rl_core.testing.reference import (
     ReferenceTrainer,
     log_distributions,
     make_weights,
+    one_thread,
     save_model,
     transfer,
 )
@@ -39,13 +41,14 @@ _RELATIVE = 1e-3
 """Largest relative difference of a loss, metric or gradient norm; float32 sums in another order differ by about 1e-6."""
 _BUFFER = 100_000
 """Bytes of weights in transit: the model needs several buckets."""
-_SCORES, _LOSS, _EVALUATION, _GRADIENT, _STEP, _VERSION, _SENT = (
+_SCORES, _LOSS, _EVALUATION, _GRADIENT, _STEP, _VERSION, _CONTINUED, _SENT = (
     "test_log_probabilities_equal_the_reference",
     "test_loss_and_metrics_equal_the_reference",
     "test_evaluation_takes_no_step",
     "test_the_gradient_equals_the_reference",
     "test_a_step_moves_the_weights_as_that_of_the_reference",
     "test_the_version_counts_optimizer_steps",
+    "test_training_continues_from_a_checkpoint",
     "test_sent_weights_are_the_trained_weights",
 )
 
@@ -55,6 +58,9 @@ class _Subject:
 
     def __init__(self, policy: PolicyInterface, reference: ReferenceTrainer) -> None:
         self.policy, self.reference = policy, reference
+
+    def shutdown(self) -> None:
+        self.policy.shutdown()
 
 
 _SENDING = Condition(
@@ -71,7 +77,7 @@ class PolicyConformance(Conformance[_Subject]):
     """
 
     kind = Kind.POLICY
-    minimum = 14
+    minimum = 17
     created_again = True
     tolerance: ClassVar[float] = 1e-3
 
@@ -95,7 +101,8 @@ class PolicyConformance(Conformance[_Subject]):
     def create(cls) -> _Subject:
         weights = make_weights()
         save_model(cls._folder / "model", weights)
-        section = cls.section()
+        section = cls.with_settings(cls.section())
+        cls._exits.enter_context(one_thread())
         policy = cls.registered().load()(config=section, cluster=cls.cluster(), deadlines=DeadlineConfig(), name="policy")
         if not isinstance(policy, PolicyInterface):
             raise Found(f"{type(policy).__name__} is not a subclass of rl_core.interfaces.PolicyInterface.")
@@ -106,6 +113,13 @@ class PolicyConformance(Conformance[_Subject]):
     test_it_is_created_from_its_section = creation(
         "It is created with `config`, `cluster`, `deadlines` and `name`, and loads a folder in the format of Transformers."
     )
+
+    @promise(
+        "It returns the required facts of `PolicyFacts` when it has loaded, each with its type and its value for the model."
+    )
+    def test_facts_are_those_of_the_model(self) -> str:
+        size = sum(weight.numel() for weight in self._reference.weights.values())
+        return check_facts(self._policy, PolicyFacts, vocab_size=VOCABULARY, num_parameters=size)
 
     @promise("`get_logprobs` returns the log-probability of each token at the sampling temperature, and 0.0 on padding.")
     def test_log_probabilities_equal_the_reference(self) -> str:
@@ -157,6 +171,16 @@ class PolicyConformance(Conformance[_Subject]):
             self._stepped(make_rows(seed=seed))
             found = self._check_weights("after a step")
         return found
+
+    @promise(
+        "A gradient below `max_grad_norm` is not scaled: the step is that of the sum over all ranks and rows.", after=_STEP
+    )
+    def test_a_small_gradient_is_not_scaled(self) -> str:
+        rows = make_rows(seed=19)
+        limit = self.section().max_grad_norm or _CLIPPED
+        rows["advantages"] *= 0.9 * limit / self._reference.outcome(rows, KitLoss())["grad_norm"]
+        self._stepped(rows)
+        return self._check_weights("after a step that was not clipped")
 
     @promise("The gradient is the same for every number of rows in a microbatch (`mbs`).", after=_STEP)
     def test_microbatches_do_not_change_the_gradient(self) -> None:
@@ -271,6 +295,26 @@ class PolicyConformance(Conformance[_Subject]):
         self._policy.shutdown()
         self._policy.shutdown()
 
+    @promise(
+        "The learning rate of each step is that of `scheduler`, which counts optimizer steps, also after `load_checkpoint`.",
+        after=_CONTINUED,
+    )
+    def test_learning_rates_follow_the_schedule(self) -> None:
+        scheduler = SchedulerConfig(name="linear", kwargs={"num_warmup_steps": 2, "num_training_steps": 9})
+        paths = self._folder / "scheduled" / "weights", self._folder / "scheduled" / "optimizer"
+        with self.created_with(scheduler=scheduler):
+            self._stepped(make_rows(seed=20), mbs=3)
+            self._policy.train(make_rows(seed=20), KitLoss(), eval_mode=True)
+            self._stepped(make_rows(seed=21))
+            self._policy.save_checkpoint(*paths)
+            saved = copy.deepcopy(self._reference)
+            self._stepped(make_rows(seed=22))
+            self._stepped(make_rows(seed=23))
+            self._policy.load_checkpoint(*paths)
+            self.subject().reference = saved
+            self._stepped(make_rows(seed=24))
+            self._check_weights("after five steps with a schedule")
+
     @property
     def _policy(self) -> PolicyInterface:
         return self.subject().policy
@@ -288,9 +332,10 @@ class PolicyConformance(Conformance[_Subject]):
     def _stepped(self, rows: BatchedDataDict[Any], *, passed: Any = None, mbs: int | None = None) -> float:
         """Take a step in policy and reference, and compare the gradient norm, which is returned."""
         returned = self._policy.train(rows if passed is None else passed, KitLoss(), mbs=mbs)
-        expected = self._reference.train(rows, KitLoss())["grad_norm"]
-        _check_number("grad_norm", returned.get("grad_norm"), expected)
-        return expected
+        expected = self._reference.train(rows, KitLoss())
+        for name in ("grad_norm", "lr"):
+            _check_number(name, returned.get(name), expected[name])
+        return expected["grad_norm"]
 
     def _continued(self) -> torch.Tensor:
         """Log-probabilities after two more steps."""

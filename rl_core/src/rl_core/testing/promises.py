@@ -16,6 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Generic, TypeVar
 from unittest import SkipTest
 
+from pydantic import ValidationError
+
+from rl_core.config.section import Section
 from rl_core.errors import RLCoreError, WorkerError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
@@ -24,6 +27,7 @@ from rl_core.plugins.registry import Registry
 _MARK, _SECONDS = "__promise__", 120.0
 CheckT = TypeVar("CheckT", bound=Callable[[Any], Any])
 SubjectT = TypeVar("SubjectT")
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Status(StrEnum):
@@ -54,8 +58,8 @@ class Promise:
     name: str
     statement: str
     applies: Condition | None
-    after: str | None
-    """Name of a test without whose promise this one cannot be tested."""
+    after: tuple[str, ...]
+    """Names of tests without whose promises this one cannot be tested."""
     check: Callable[[Any], Any]
     """Called with an instance of the test class."""
 
@@ -88,20 +92,23 @@ class Found(Exception):
     """Raised by a check: what was found instead of what was promised."""
 
 
-def promise(statement: str, *, applies: Condition | None = None, after: str | None = None) -> Callable[[CheckT], CheckT]:
+def promise(
+    statement: str, *, applies: Condition | None = None, after: str | tuple[str, ...] = ()
+) -> Callable[[CheckT], CheckT]:
     """Turn a check into the test of one promise.
 
     Args:
         statement: the promise, as a sentence about the component.
         applies: what the component must declare; None for promises of all components of the kind.
-        after: name of a test. If its promise is broken, this one is not tested, because it would fail for the same reason.
+        after: name of a test, or names. If its promise is broken, this one is not tested: it would fail for the same reason.
 
     The check returns what it found, as text or None. It raises `Found` if the promise is not kept. Any other exception is a
     broken promise as well.
     """
 
     def decorate(check: CheckT) -> CheckT:
-        stated = Promise(name=check.__name__, statement=statement, applies=applies, after=after, check=check)
+        earlier = (after,) if isinstance(after, str) else after
+        stated = Promise(name=check.__name__, statement=statement, applies=applies, after=earlier, check=check)
 
         @wraps(check)
         def test(self: Conformance[Any]) -> None:
@@ -201,6 +208,8 @@ class Conformance(Generic[SubjectT]):
     _folder: ClassVar[Path]
     _subject: ClassVar[Any] = None
     _registry: ClassVar[Registry | None] = None
+    _settings: ClassVar[Mapping[str, Any]] = {}
+    _cluster: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Read `xfail` of promises; refuse other definitions under the name of a promise."""
@@ -237,7 +246,7 @@ class Conformance(Generic[SubjectT]):
     def _begin(cls) -> None:
         cls._exits = ExitStack()
         cls._folder = Path(cls._exits.enter_context(TemporaryDirectory(prefix="rlcore-conformance-")))
-        cls._subject, cls.creation_error, cls._registry = None, None, None
+        cls._subject, cls.creation_error, cls._registry, cls._cluster = None, None, None, None
 
     @classmethod
     def create(cls) -> SubjectT:
@@ -267,11 +276,38 @@ class Conformance(Generic[SubjectT]):
         """Two ranks over Ray until the component is shut down, or None if workers run in this process."""
         if not (cls.uses_ray or needs_ray):
             return None
-        from rl_core.cluster.virtual_cluster import RayVirtualCluster
+        if cls._cluster is None:
+            from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
-        cluster = RayVirtualCluster([2], max_colocated_worker_groups=2)
-        cls._exits.callback(cluster.shutdown)
-        return cluster
+            cls._cluster = RayVirtualCluster([2], max_colocated_worker_groups=2)
+            cls._exits.callback(cls._cluster.shutdown)
+        return cls._cluster
+
+    @classmethod
+    @contextmanager
+    def created_with(cls, **settings: Any) -> Iterator[None]:
+        """A block in which the component is another one, created with these values of its section."""
+        cls.subject().shutdown()  # type: ignore[attr-defined]
+        cls._subject, cls._settings = None, settings
+        try:
+            yield
+            cls.subject().shutdown()  # type: ignore[attr-defined]
+        finally:
+            cls._subject, cls.creation_error, cls._settings = None, None, {}
+
+    @classmethod
+    def with_settings(cls, section: SectionT) -> SectionT:
+        """The section with the values of `created_with`.
+
+        Raises:
+            SkipTest: it does not accept them.
+        """
+        if not cls._settings:
+            return section
+        try:
+            return type(section).model_validate({**dict(section), **cls._settings})
+        except ValidationError:
+            raise SkipTest(f"its section does not accept {', '.join(cls._settings)} of this test") from None
 
     @classmethod
     def title(cls) -> str:
@@ -340,8 +376,9 @@ class Conformance(Generic[SubjectT]):
         try:
             if stated.applies and not stated.applies_to(cls):
                 return Status.NOT_DECLARED, stated.applies.text
-            if (earlier := cls.results.get(stated.after or "")) and earlier.status in (Status.BROKEN, Status.NOT_CHECKED):
-                return Status.NOT_CHECKED, f"because of {stated.after}"
+            for earlier in (cls.results[name] for name in stated.after if name in cls.results):
+                if earlier.status in (Status.BROKEN, Status.NOT_CHECKED):
+                    return Status.NOT_CHECKED, f"because of {earlier.promise.name}"
             found = stated.check(cls())
         except SkipTest as reason:
             return Status.NOT_CHECKED, str(reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from rl_core.config.policy_sections import PolicyConfig
+from rl_core.config.policy_sections import SCHEDULES, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError, declined_transport
 from rl_core.interfaces.generation import GenerationInterface
@@ -36,6 +37,8 @@ VOCABULARY = 260
 MAX_LENGTH = 256
 _HIDDEN, _INNER, _LAYERS, _HEADS, _KEY_HEADS, _HEAD = 64, 96, 2, 2, 1, 32
 _THETA, _EPSILON = 10000.0, 1e-5
+_CLOSE = 1e-3
+"""Difference of probabilities, or of log-probabilities, that rounding may turn around."""
 
 
 def make_weights(*, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -96,11 +99,41 @@ def log_distributions(weights: Weights, tokens: torch.Tensor, *, temperature: fl
     return (logits / temperature).log_softmax(dim=-1)
 
 
-def logprobs(weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding."""
+def limited(distributions: torch.Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> torch.Tensor:
+    """The distributions among the `top_k` most likely tokens, and of these the fewest with a total probability of `top_p`.
+
+    Args:
+        distributions: [T, V] log-probabilities, in nats.
+        top_k: None for all tokens.
+        top_p: 1.0 for all tokens.
+
+    Returns:
+        [T, V] float32, in nats: -inf for tokens that are not kept; NaN at positions where rounding decides what is kept.
+    """
+    likely, order = distributions.double().sort(dim=-1, descending=True)
+    number = top_k or likely.shape[1]
+    kept = likely[:, :number].log_softmax(dim=-1)
+    before = kept.exp().cumsum(dim=-1) - kept.exp()
+    close = ((before - top_p).abs() < _CLOSE).any(dim=-1)
+    if number < likely.shape[1]:
+        close |= likely[:, number - 1] - likely[:, number] < _CLOSE
+    kept = kept.masked_fill(before >= top_p, -torch.inf).log_softmax(dim=-1).masked_fill(close[:, None], torch.nan)
+    whole = torch.full_like(likely, -torch.inf).masked_fill(close[:, None], torch.nan)
+    return whole.scatter(-1, order[:, :number], kept).float()
+
+
+def logprobs(
+    weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0, **limits: Any
+) -> torch.Tensor:
+    """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding.
+
+    `limits` are those of `limited`.
+    """
     rows = []
     for tokens, length in zip(ids, lengths.tolist(), strict=True):
         distributions = log_distributions(weights, tokens[: length - 1], temperature=temperature)
+        if limits:
+            distributions = limited(distributions, **limits)
         of_tokens = distributions.gather(1, tokens[1:length, None])[:, 0]
         rows.append(torch.nn.functional.pad(of_tokens, (1, len(tokens) - length)))
     return torch.stack(rows)
@@ -140,18 +173,29 @@ def save_model(folder: Path, weights: Weights) -> str:
         dtype="float32",
     )
     config.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(), eos_token="<eos>", pad_token="<pad>")
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Any:
+    """The tokenizer of the model: the 94 visible characters of ASCII are the tokens from `FIRST_BYTE`."""
     names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "<unused0>", "<unused1>"]
     core = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(name, special=True) for name in ("<pad>", "<eos>")])
-    return core
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A block in which this process computes with one thread: in a model this small, several would wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 def _normed(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -250,7 +294,7 @@ class ReferenceTrainer:
 
     Args:
         weights: of version 0.
-        section: the policy's, for optimizer, temperature and clipping.
+        section: the policy's, for optimizer, schedule, temperature and clipping.
     """
 
     def __init__(self, weights: Weights, section: PolicyConfig) -> None:
@@ -259,6 +303,7 @@ class ReferenceTrainer:
         self._section = section
         factory: Any = resolve(section.optimizer.name, key="policy.optimizer.name")
         self._optimizer = factory(list(self.weights.values()), **section.optimizer.kwargs)
+        self._lr = self._optimizer.param_groups[0]["lr"]
 
     def logprobs(self, rows: BatchedDataDict[Any]) -> torch.Tensor:
         """[B, T] float32 at the scoring temperature, in nats; 0.0 at position 0 and on padding."""
@@ -278,8 +323,10 @@ class ReferenceTrainer:
     def train(self, rows: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, float]:
         """Take one step."""
         expected = self.outcome(rows, loss_fn)
+        if (schedule := self._section.scheduler) is not None:
+            self._optimizer.param_groups[0]["lr"] = self._lr * SCHEDULES[schedule.name](self.version, **schedule.kwargs)
         if self._section.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self.weights.values()), self._section.max_grad_norm)
         self._optimizer.step()
         self.version += 1
-        return expected
+        return {**expected, "lr": self._optimizer.param_groups[0]["lr"]}

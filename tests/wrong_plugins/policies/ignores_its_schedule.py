@@ -1,0 +1,12 @@
+"""Trains at a constant learning rate."""
+
+from wrong_plugins.policies.base import PolicyOf
+
+from rl_backends_hf.training.worker import HFPolicyWorker
+
+
+class Policy(PolicyOf):
+    worker = HFPolicyWorker
+
+    def __init__(self, *, config, **kwargs):
+        super().__init__(config=config.model_copy(update={"scheduler": None}), **kwargs)
