@@ -9,7 +9,7 @@ from unittest import SkipTest
 
 import torch
 
-from rl_core.config.schema import DeadlineConfig, PolicyConfig, SchedulerConfig
+from rl_core.config.schema import DeadlineConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, NonFiniteError, NotSupportedError
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, PolicyInterface
@@ -39,6 +39,8 @@ _CLIPPED = 0.2
 """Largest gradient norm, below that of every step, so that each is clipped; `grad_norm` is the norm before."""
 _RELATIVE = 1e-3
 """Largest relative difference of a loss, metric or gradient norm; float32 sums in another order differ by about 1e-6."""
+_SMALL_STEPS = 6
+"""Each of them is lost for nearly all weights if it is added to bfloat16."""
 _BUFFER = 100_000
 """Bytes of weights in transit: the model needs several buckets."""
 _SCORES, _LOSS, _EVALUATION, _GRADIENT, _STEP, _VERSION, _CONTINUED, _SENT = (
@@ -314,6 +316,20 @@ class PolicyConformance(Conformance[_Subject]):
             self.subject().reference = saved
             self._stepped(make_rows(seed=24))
             self._check_weights("after five steps with a schedule")
+
+    @promise("With `precision: bfloat16`, steps smaller than its rounding add up, as with float32 weights.", after=_STEP)
+    def test_small_steps_add_up_in_bfloat16(self) -> str:
+        rows, optimizer = make_rows(seed=25), OptimizerConfig(name="torch.optim.Adam", kwargs={"lr": 5e-5})
+        with self.created_with(precision="bfloat16", optimizer=optimizer, max_grad_norm=None):
+            first = self._policy.train(rows, KitLoss(), eval_mode=True)["loss"]
+            losses = [self._reference.train(rows, KitLoss())["loss"] for _ in range(_SMALL_STEPS)]
+            for _ in range(_SMALL_STEPS):
+                self._policy.train(rows, KitLoss())
+            change = self._policy.train(rows, KitLoss(), eval_mode=True)["loss"] - first
+            expected = self._reference.outcome(rows, KitLoss())["loss"] - losses[0]
+        if not 0.75 * expected > change > 1.25 * expected:
+            raise Found(f"{_SMALL_STEPS} steps change the loss by {change:.5f}, and with float32 weights by {expected:.5f}.")
+        return f"{change:.5f}, with float32 weights {expected:.5f}"
 
     @property
     def _policy(self) -> PolicyInterface:
