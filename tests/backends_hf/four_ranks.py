@@ -36,7 +36,7 @@ def gathers_before_layers(rank: int, port: int, prefetched: int, rows) -> list[i
     worker = worker_of(rank, port, hf={"fsdp_prefetched_layers": prefetched}, logprob_batch_size=8)
     counts: list[int] = []
     with RecordedCollectives() as recorded:
-        for layer in worker._scoring.model.model.layers:
+        for layer in worker.model.model.model.layers:
             layer.input_layernorm.register_forward_pre_hook(lambda *_: counts.append(len(recorded.calls)))
         worker.get_logprobs(rows)
     worker.shutdown()
@@ -55,7 +55,7 @@ def work(rank: int) -> None:
     found["after"] = {name: tensor.clone() for name, tensor in worker.iter_weights()}
     found["before"] = before
     found["sample"] = worker.weight_sample(whole=True)
-    found["held"] = sum(parameter.to_local().numel() for parameter in worker._scoring.parameters())
+    found["held"] = sum(parameter.to_local().numel() for parameter in worker.model.parameters())
     worker.shutdown()
     worker = worker_of(rank, next(ports), hf={"fsdp_num_shards": 2}, optimizer=ADAM)
     worker.train(shard, NLL(), counts=counts_of(rows))

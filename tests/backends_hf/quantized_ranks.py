@@ -39,7 +39,7 @@ def worker_of(rank: int, port: int, name: str, lr: float = 1e-2, **fields) -> HF
 def state_of(worker: HFPolicyWorker) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of this rank."""
     trained = {name: tensor.clone() for name, tensor in worker.trained_weights()}
-    return trained | {str(number): tensor.clone() for number, tensor in enumerate(worker._state.tensors())}
+    return trained | {str(number): tensor.clone() for number, tensor in enumerate(worker.state.tensors())}
 
 
 def work(rank: int) -> None:

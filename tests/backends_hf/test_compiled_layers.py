@@ -116,7 +116,7 @@ def test_replaced_products_are_not_compiled(start):
 
 
 def test_a_model_that_does_not_name_its_layers_is_refused(start):
-    model = start()._scoring.model
+    model = start().model.model
     model._no_split_modules = None
     with pytest.raises(NotSupportedError, match="does not name its decoder layers"):
         compile_layers(model, float32_products=False)

@@ -81,9 +81,9 @@ def test_training_keeps_weights_and_transfers_in_bfloat16(parts, variants):
         worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
         after = dict(worker.iter_weights())
         assert worker.weight_manifest() == manifest
-        assert {each.dtype for each in worker._scoring.parameters()} == {torch.bfloat16}
+        assert {each.dtype for each in worker.model.parameters()} == {torch.bfloat16}
         assert all(each.dtype == torch.bfloat16 for each in after.values())
-        first[chosen] = before, worker._state.masters.parameters
+        first[chosen] = before, worker.state.masters.parameters
     for name, before in first["float32"][0].items():
         assert torch.equal(before, first["bfloat16"][0][name])  # what a refit sends before training
     for name, master in first["float32"][1].items():

@@ -87,7 +87,7 @@ def test_the_dropout_of_lora_adapters_stays_on_where_that_of_the_model_is_off(pa
     worker = HFPolicyWorker(parts.make_context(), parts.make_config(folder("gpt2"), hf={"lora": {"rank": 4, "dropout": 0.5}}))
     worker.setup()
     seen = {}
-    for name, module in worker._scoring.named_modules():
+    for name, module in worker.model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             module.register_forward_hook(lambda module, *_, name=name: seen.update({name: module.training}))
     rows = parts.make_rows()

@@ -75,7 +75,7 @@ def test_a_class_without_sdpa_is_loaded_with_eager_attention(model_folder, monke
 def test_a_cap_that_reaches_sdpa_in_another_way_is_refused(parts, model_folder):
     policy = HuggingFacePolicy(config=parts.make_config(model_folder("gemma2")))
     policy.wait_ready()
-    for layer in policy.group.worker._scoring.model.model.layers:
+    for layer in policy.group.worker.model.model.model.layers:
         layer.self_attn.attn_logit_softcapping = 1.0
     with pytest.raises((NotSupportedError, WorkerError), match="passes `softcap`, which SDPA ignores"):
         policy.get_logprobs(parts.make_rows())

@@ -90,11 +90,11 @@ def test_bfloat16_weights_have_float32_masters_that_move_as_those_of_a_cpu(gpu, 
     on_cpu, on_gpu = (start(device, precision="bfloat16") for device in ("cpu", "cuda"))
     train(on_cpu)
     train(on_gpu)
-    for name, master in on_gpu._state.masters.parameters.items():
+    for name, master in on_gpu.state.masters.parameters.items():
         assert master.dtype == torch.float32
         assert master.device.type == "cuda"
         # Gradients in bfloat16 have two to three digits, and a step is at most 1e-3.
-        torch.testing.assert_close(master.cpu(), on_cpu._state.masters.parameters[name], rtol=0, atol=1e-3)
+        torch.testing.assert_close(master.cpu(), on_cpu.state.masters.parameters[name], rtol=0, atol=1e-3)
 
 
 @pytest.mark.gpu
@@ -138,7 +138,7 @@ def test_memory_released_for_the_engine_is_free_for_other_processes_and_restored
     worker.offload_after_refit()
     assert torch.cuda.memory_reserved() - others < 1 * size
     worker.prepare_for_training()
-    assert {parameter.device.type for parameter in worker._scoring.parameters()} == {"cuda"}
+    assert {parameter.device.type for parameter in worker.model.parameters()} == {"cuda"}
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(worker).items())
     train(worker, first=STEPS)
 
@@ -162,7 +162,7 @@ def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(gpu, start, train, tmp_pa
     train(plain, first=STEPS)
     resumed = start("cuda")
     resumed.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
-    assert {state["step"].device.type for state in resumed._state.optimizer.state.values()} == {"cuda"}
+    assert {state["step"].device.type for state in resumed.state.optimizer.state.values()} == {"cuda"}
     train(resumed, first=STEPS)
     assert_close(weights(resumed), weights(plain), atol=1e-6)
 

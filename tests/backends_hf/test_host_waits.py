@@ -173,7 +173,7 @@ def test_the_reference_is_copied_to_the_gpu_for_each_scoring_and_never_back(gpu,
     inputs_pinned, copies, pinned = gpu.pinned - pinned, gpu.copies.copy(), gpu.pinned
     assert torch.equal(worker.get_logprobs(rows, reference=True)["logprobs"], plain)
     with_reference = gpu.copies - copies
-    weights = len(list(worker._scoring.parameters())) + len(list(worker._scoring.buffers()))
+    weights = len(list(worker.model.parameters())) + len(list(worker.model.buffers()))
     assert with_reference["to cpu"] == without["to cpu"]
     assert with_reference["to cuda"] == without["to cuda"] + weights
     assert gpu.pinned - pinned == inputs_pinned

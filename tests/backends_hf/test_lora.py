@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
-from rl_backends_hf.training import step as reference_room
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
 from rl_core.rendezvous.interfaces import free_port
@@ -72,14 +71,14 @@ def handed_on(worker):
 
 def base_of(worker):
     """The base weights under the adapters, by their names in the base model."""
-    model = worker._scoring.model
+    model = worker.model.model
     return {
         name.replace(".base_layer.", "."): tensor.clone() for name, tensor in model.named_parameters() if ".lora_" not in name
     }
 
 
 def adapters_of(worker):
-    return {name: tensor.clone() for name, tensor in worker._scoring.model.named_parameters() if ".lora_" in name}
+    return {name: tensor.clone() for name, tensor in worker.model.model.named_parameters() if ".lora_" in name}
 
 
 def assert_same(one, other):
@@ -209,7 +208,7 @@ def test_adapters_of_a_bfloat16_base_have_float32_gradients_near_those_of_a_floa
         worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path), hf={"lora": lora}, **fields))
         worker.setup()
         outputs = []
-        for name, module in worker._scoring.named_modules():
+        for name, module in worker.model.named_modules():
             if name.endswith("lora_A.default"):
                 module.register_forward_hook(lambda *called, outputs=outputs: outputs.append(called[-1].dtype))
         before = {name: tensor.clone() for name, tensor in worker.trained_weights()}
@@ -316,10 +315,10 @@ def test_the_optimizer_has_only_the_adapters(start, parts):
     worker = start()
     train(worker, parts, 1)
     trained = sum(tensor.numel() for tensor in adapters_of(worker).values())
-    held = sum(value.numel() for state in worker._state.optimizer.state.values() for value in state.values() if value.ndim > 0)
+    held = sum(value.numel() for state in worker.state.optimizer.state.values() for value in state.values() if value.ndim > 0)
     assert held == 2 * trained
     assert trained < sum(tensor.numel() for tensor in base_of(worker).values()) / 4
-    assert all(parameter.grad is None for parameter in worker._scoring.parameters())
+    assert all(parameter.grad is None for parameter in worker.model.parameters())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -348,7 +347,7 @@ def test_the_reference_is_the_base_without_a_second_copy(parts, start, tmp_path,
     def refuse(*args, **kwargs):
         raise AssertionError("a second model was read")
 
-    monkeypatch.setattr(reference_room, "load_model", refuse)
+    monkeypatch.setattr(HFPolicyWorker, "build_reference", refuse)
     rows = parts.make_rows()
     worker = start()
     initial = worker.get_logprobs(rows)["logprobs"]
@@ -386,7 +385,7 @@ def test_an_engine_samples_with_merged_weights_only(peft, parts, model_folder, t
             assert sync.sync()["refit/canary_error"] < 1e-5
             live = engine.group.worker.named_weights()
             assert_same({name: tensor.clone() for name, tensor in live.items()}, handed_on(worker))
-            frozen = dict(worker._scoring.model.named_parameters())
+            frozen = dict(worker.model.model.named_parameters())
             for name in worker._adapters._layers:
                 under = frozen[worker._adapters._current_names[name]]
                 assert live[name].data_ptr() != under.data_ptr()

@@ -87,12 +87,12 @@ def test_weights_gradients_and_optimizer_state_are_those_of_a_worker_after_a_ste
     worker.load()
     rows = make_rows(4, 20, seed=1)
     gradients = []
-    worker._state.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(sum(each.nbytes for each in worker._state.masters.gradients().values()))
+    worker.state.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(sum(each.nbytes for each in worker.state.masters.gradients().values()))
     )
     worker.train_step(iter([rows]), NLL(), counts_of(rows)[0], eval_mode=False)
-    state = worker._state
-    weights = {id(each): each for each in worker._scoring.model.parameters()}
+    state = worker.state
+    weights = {id(each): each for each in worker.model.model.parameters()}
     masters = {id(each): each for each in state.masters.parameters.values() if id(each) not in weights}
     moments = [value for each in state.optimizer.state.values() for value in each.values() if value.ndim > 0]
     measured = {

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from rl_backends_base.data_only import DataOnlyReader, read_metadata
+from rl_backends_base.training_state import DataOnlyPlanner
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.training.training_state import DataOnlyPlanner
 from rl_core.errors import CheckpointError
 
 

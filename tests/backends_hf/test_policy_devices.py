@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
+from rl_backends_base.host_memory import HostMemory
+from rl_backends_base.optimizer import MasterWeights
 from rl_backends_base.optimizer_settings import OptimizerSettings
-from rl_backends_hf.training.optimizer import HostMemory, MasterWeights
-from rl_backends_hf.training.training_state import TrainingState, _empty_like_stored
+from rl_backends_base.parallel import Parallel
+from rl_backends_base.training_state import TrainingState, _empty_like_stored
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
@@ -17,18 +19,19 @@ ELSEWHERE = torch.device("meta")
 """A device that every machine has in addition to its CPU; it stores no data."""
 
 
-def state_after_a_step(**options):
+def state_after_a_step(parts, **options):
     model = torch.nn.Linear(3, 2)
     masters = MasterWeights(model, model_dtype=torch.float32)
     optimizer = torch.optim.AdamW(masters.parameters.values(), **options)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return TrainingState(masters=masters, settings=OptimizerSettings(optimizer, OptimizerConfig(), None))
+    settings = OptimizerSettings(optimizer, OptimizerConfig(), None)
+    return TrainingState(masters=masters, settings=settings, parallel=Parallel(parts.make_context()))
 
 
 @pytest.mark.parametrize(("options", "counts"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu")])
-def test_step_counts_are_on_the_device_that_the_optimizer_expects(options, counts):
-    state = state_after_a_step(**options)
+def test_step_counts_are_on_the_device_that_the_optimizer_expects(parts, options, counts):
+    state = state_after_a_step(parts, **options)
     state.move(ELSEWHERE, HostMemory())
     for values in state.optimizer.state.values():
         assert values["exp_avg"].device.type == values["exp_avg_sq"].device.type == "meta"

@@ -58,7 +58,7 @@ def test_a_gguf_file_is_read_once_for_bfloat16_weights_and_their_float32_masters
     worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path / "tiny.gguf"), precision="bfloat16"))
     worker.setup()
     assert reads == ["tiny.gguf"]
-    masters = worker._state.masters.parameters
+    masters = worker.state.masters.parameters
     for name, tensor in worker.iter_weights():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(masters[name].detach(), plain.get_parameter(name)), "a master starts at the file's float32 value"

@@ -4,8 +4,8 @@ import transformers
 from policy_cases import LargestTensor, plain_model
 
 from rl_backends_hf.policy import HuggingFacePolicy
+from rl_backends_hf.scoring.model_inputs import packed_input
 from rl_backends_hf.scoring.probe import probe_scoring
-from rl_backends_hf.scoring.scoring_model import packed_input
 from rl_backends_hf.scoring.token_scoring import LogitTransform, TokenScoring, chunked_token_logprobs
 from rl_core.errors import NotSupportedError
 

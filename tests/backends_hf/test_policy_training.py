@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from rl_backends_base.optimizer import MasterWeights, build_optimizer
 from rl_backends_base.optimizer_settings import build_scheduler
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig, HFPolicyConfig
 from rl_backends_hf.model import exact_weights
-from rl_backends_hf.training.optimizer import MasterWeights, build_optimizer
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError, ConfigError, NonFiniteError, NotSupportedError, UserError
@@ -71,7 +71,7 @@ def test_a_nan_leaves_weights_optimizer_and_version_untouched(parts, start, wher
     rows = parts.make_rows()
     worker = start(optimizer={"kwargs": {"lr": 1e-2}})
     worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
-    weights, moments = snapshot(worker), copy.deepcopy(worker._state.optimizer.state_dict())
+    weights, moments = snapshot(worker), copy.deepcopy(worker.state.optimizer.state_dict())
 
     class Poisoned(parts.NLL):
         def __call__(self, next_token_logprobs, data, seqs, toks):
@@ -85,7 +85,7 @@ def test_a_nan_leaves_weights_optimizer_and_version_untouched(parts, start, wher
         worker.train(rows, Poisoned(), counts=parts.counts_of(rows), mbs=3)
     assert_same(snapshot(worker), weights)
     assert worker.get_weight_version() == 1
-    for key, values in worker._state.optimizer.state_dict()["state"].items():
+    for key, values in worker.state.optimizer.state_dict()["state"].items():
         assert_same(values, moments["state"][key])
     worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
 
@@ -94,13 +94,13 @@ def test_bfloat16_steps_too_small_for_bfloat16_add_up_in_the_masters(parts, star
     rows = parts.make_rows()
     worker = start(precision="bfloat16", optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 2e-5}}, max_grad_norm=None)
     before = snapshot(worker)
-    masters = {name: parameter.detach().clone() for name, parameter in worker._state.masters.parameters.items()}
+    masters = {name: parameter.detach().clone() for name, parameter in worker.state.masters.parameters.items()}
     worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
     changed = sum(int((tensor != before[name]).sum()) for name, tensor in worker.iter_weights())
-    moved = sum(int((p.detach() != masters[name]).sum()) for name, p in worker._state.masters.parameters.items())
+    moved = sum(int((p.detach() != masters[name]).sum()) for name, p in worker.state.masters.parameters.items())
     assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
     assert moved > 10 * changed
-    for state in worker._state.optimizer.state.values():
+    for state in worker.state.optimizer.state.values():
         assert all(value.dtype == torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
 
 
@@ -109,7 +109,7 @@ def test_master_weights_start_from_the_float32_checkpoint_and_not_from_rounded_w
     worker = start(kind, precision="bfloat16")
     exact = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
     assert_same(
-        {name: master.detach() for name, master in worker._state.masters.parameters.items()},
+        {name: master.detach() for name, master in worker.state.masters.parameters.items()},
         {name: parameter.detach() for name, parameter in exact.named_parameters()},
     )
     rounded = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_master_weights_start_from_the_float32_checkpoint_and_not_from_rounded_w
 def test_exported_weights_move_as_much_as_the_master_weights_on_average(parts, start):
     """A step far below the resolution of bfloat16: a few weights near a rounding boundary cross it."""
     worker = start(precision="bfloat16", optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
-    masters = worker._state.masters
+    masters = worker.state.masters
     before = {name: tensor.float() for name, tensor in snapshot(worker).items()}
     step = 1e-5
     with torch.no_grad():
@@ -172,8 +172,8 @@ def test_bfloat16_resumes_bit_for_bit_from_its_masters(parts, start, tmp_path):
     for worker in (straight, resumed):
         worker.train(rows, parts.NLL(), counts=parts.counts_of(rows, steps=2))
     assert_same(
-        {name: p.detach() for name, p in resumed._state.masters.parameters.items()},
-        {name: p.detach() for name, p in straight._state.masters.parameters.items()},
+        {name: p.detach() for name, p in resumed.state.masters.parameters.items()},
+        {name: p.detach() for name, p in straight.state.masters.parameters.items()},
     )
 
 
@@ -339,7 +339,7 @@ def test_a_frozen_model_only_scores_and_allocates_no_training_state(parts, start
     rows = parts.make_rows()
     frozen, trained = start(precision="bfloat16", frozen=True), start(precision="bfloat16")
     assert torch.equal(frozen.get_logprobs(rows)["logprobs"], trained.get_logprobs(rows)["logprobs"])
-    assert frozen._state is None
+    assert frozen.state is None
     with pytest.raises(NotSupportedError, match="is frozen"):
         frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows))
     assert frozen.train(rows, parts.NLL(), counts=parts.counts_of(rows), eval_mode=True)[0].loss > 0
@@ -362,4 +362,4 @@ def test_layers_return_freed_memory_in_training_passes(parts, start, monkeypatch
     worker.get_logprobs(rows)
     assert returned == []
     worker.train(rows, parts.NLL(), counts=parts.counts_of(rows), mbs=4)
-    assert returned == [True] * worker._scoring.model.config.num_hidden_layers * (rows.size // 4)
+    assert returned == [True] * worker.model.model.config.num_hidden_layers * (rows.size // 4)

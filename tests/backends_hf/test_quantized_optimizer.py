@@ -13,7 +13,7 @@ from policy_cases import TINY_SHAPE
 from rank_processes import RankProgram
 from simulated_gpu import SimulatedGpu
 
-from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_base.optimizer import build_optimizer
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
@@ -104,7 +104,7 @@ def test_the_state_leaves_the_gpu_through_pinned_memory_and_returns_with_its_bit
         newly_pinned = []
         for _ in range(2):
             worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
-            before, resident = [tensor.cpu() for tensor in worker._state.tensors()], torch.cuda.memory_allocated()
+            before, resident = [tensor.cpu() for tensor in worker.state.tensors()], torch.cuda.memory_allocated()
             pinned = gpu.pinned
             with gpu.counting() as waits:
                 worker.offload_before_refit()
@@ -116,7 +116,7 @@ def test_the_state_leaves_the_gpu_through_pinned_memory_and_returns_with_its_bit
                 worker.prepare_for_training()
             assert not waits
             assert torch.cuda.memory_allocated() == resident
-            after = [tensor.cpu() for tensor in worker._state.tensors()]
+            after = [tensor.cpu() for tensor in worker.state.tensors()]
             assert any(tensor.dtype == torch.uint8 for tensor in after)
             assert all(map(torch.equal, before, after))
     first, second = newly_pinned

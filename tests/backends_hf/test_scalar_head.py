@@ -340,7 +340,7 @@ def test_language_model_methods_are_errors_with_a_scalar_head(parts, model_folde
 
 def test_a_head_of_two_axes_is_decayed_as_a_matrix(model_folder, start):
     worker = start(model_folder("llama"), optimizer=OptimizerConfig(kwargs={"lr": 0.1, "decay_matrices_only": True}))
-    decayed, spared = worker._state.optimizer.param_groups
-    head = worker._state.masters.parameters["score.weight"]
+    decayed, spared = worker.state.optimizer.param_groups
+    head = worker.state.masters.parameters["score.weight"]
     assert any(parameter is head for parameter in decayed["params"])
     assert not any(parameter is head for parameter in spared["params"])

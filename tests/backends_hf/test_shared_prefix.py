@@ -8,9 +8,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_backends_base.microbatches import padded_input
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.cpu_attention import cpu_sdpa, share_prefixes, use_cpu_sdpa
-from rl_backends_hf.scoring.scoring_model import padded_input, shared_input
+from rl_backends_hf.scoring.model_inputs import shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.prefix_support import why_not_shared
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -256,7 +257,7 @@ def without_dropout(loss):
 def spy(policy):
     """Lengths of the sequences that the model gets."""
     seen = []
-    scoring = policy.group._worker._scoring
+    scoring = policy.group._worker.model
     scoring.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     return seen
 

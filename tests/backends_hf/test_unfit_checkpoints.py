@@ -52,7 +52,7 @@ def test_the_first_non_finite_tensor_is_named(model_folder, parts, precision):
     rows = parts.make_rows()
     worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
     assert worker.find_non_finite() is None
-    masters, optimizer = worker._state.masters.parameters, worker._state.optimizer
+    masters, optimizer = worker.state.masters.parameters, worker.state.optimizer
     optimizer.state[masters["model.norm.weight"]]["exp_avg_sq"][3] = float("nan")
     assert worker.find_non_finite() == "optimizer.model.norm.weight.exp_avg_sq"
     optimizer.state[masters["model.norm.weight"]]["exp_avg_sq"][3] = 0.0

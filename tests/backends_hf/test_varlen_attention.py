@@ -12,7 +12,7 @@ import transformers
 from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf.cpu_attention import share_prefixes
-from rl_backends_hf.scoring.scoring_model import packed_input, shared_input
+from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.prefix_support import why_not_plain
 from rl_backends_hf.training.worker import HFPolicyWorker

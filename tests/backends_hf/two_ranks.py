@@ -122,7 +122,7 @@ class Rank:
                     "generates": self.generates(worker, shard),
                     "fingerprint": worker.weight_fingerprint(),
                     "held": sum(
-                        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in worker._scoring.parameters()
+                        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in worker.model.parameters()
                     ),
                 },
                 self.out / f"{self.mode}-{precision}-{self.rank}.pt",

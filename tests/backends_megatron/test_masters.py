@@ -134,13 +134,13 @@ def by_transformers(models):
             config = HFPolicyConfig(model_name=str(models / kind), precision="bfloat16", **fields)
             worker = HFPolicyWorker(cases.make_context(), config)
             worker.setup()
-            before = {name: master.detach().clone() for name, master in worker._state.masters.parameters.items()}
+            before = {name: master.detach().clone() for name, master in worker.state.masters.parameters.items()}
             results = []
             for number in range(3):
                 rows = cases.make_rows(seed=100 + number)
                 results.append(worker.train(rows, cases.NLL(), counts=cases.counts_of(rows))[0])
-            moved = {name: master.detach() - before[name] for name, master in worker._state.masters.parameters.items()}
-            made[kind] = results, cases.checkpoint_tensors(worker._scoring.model.config, moved)
+            moved = {name: master.detach() - before[name] for name, master in worker.state.masters.parameters.items()}
+            made[kind] = results, cases.checkpoint_tensors(worker.model.model.config, moved)
         return made[kind]
 
     return of

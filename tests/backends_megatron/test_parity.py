@@ -49,7 +49,7 @@ def trained(models):
             for number in range(layouts.STEPS):
                 rows = cases.make_rows(seed=100 + number)
                 results.append(worker.train(rows, cases.NLL(), counts=cases.counts_of(rows))[0])
-            made[kind] = results, cases.checkpoint_weights(worker._scoring.model)
+            made[kind] = results, cases.checkpoint_weights(worker.model.model)
         return made[kind]
 
     return of

@@ -45,7 +45,7 @@ class PerturbedPolicy(HuggingFacePolicy):
         super().__init__(config=HFPolicyConfig(**values), cluster=cluster, deadlines=deadlines)
 
     def get_logprobs(self, data):
-        norm = self.group.worker._scoring.model.model.norm.weight.data
+        norm = self.group.worker.model.model.model.norm.weight.data
         norm.mul_(1.3)
         try:
             return super().get_logprobs(data)

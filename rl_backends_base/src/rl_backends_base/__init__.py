@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from rl_backends_base.optimizer_settings import OptimizerSettings as OptimizerSettings
     from rl_backends_base.optimizer_settings import build_scheduler as build_scheduler
     from rl_backends_base.optimizer_settings import call_named as call_named
+    from rl_backends_base.parallel import Parallel as Parallel
     from rl_backends_base.policy_worker import PolicyWorkerBase as PolicyWorkerBase
+    from rl_backends_base.torch_policy import TorchPolicyWorker as TorchPolicyWorker
+    from rl_backends_base.training_state import TrainingState as TrainingState
 
 __version__ = "0.1.0"
 __getattr__ = import_on_first_use(__name__)

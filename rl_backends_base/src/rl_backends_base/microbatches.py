@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from rl_core.backend import BatchedDataDict, return_freed_memory
 from rl_core.config.schema import PolicyConfig
+from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import DataError, NonFiniteError
 from rl_core.interfaces.policy import Reduction
 
@@ -99,6 +100,72 @@ def scored_tokens(
         scored &= mask > 0
     rows, columns = scored.nonzero(as_tuple=True)
     return rows, columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringInput:
+    """One microbatch with M scored tokens.
+
+    Attributes:
+        input_ids: [b, T'] or [1, N] int64.
+        attention: further arguments of the model: positions, and sequence boundaries for variable-length kernels.
+        hidden_index: [M] int64; index of the hidden state (of b * T' or N) from which the token is scored.
+        targets: [M] int64, the tokens; or [M, 1 + K], each token and K candidates for its position.
+        output_index: [M] int64; index of the result in the flattened [b, T].
+        shape: (b, T) of the original microbatch.
+        repeat: [M'] int64; which of the M results each of the M' entries of `output_index` gets, if rows share tokens; None if
+            M' is M and each gets its own.
+    """
+
+    input_ids: torch.Tensor
+    hidden_index: torch.Tensor
+    targets: torch.Tensor
+    output_index: torch.Tensor
+    shape: tuple[int, int]
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    repeat: torch.Tensor | None = None
+
+    def scatter(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[b, T, ...] with the M entries of [M, ...] at their positions and 0 elsewhere; differentiable."""
+        if self.repeat is not None:
+            numbers = numbers.index_select(0, self.repeat)
+        flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
+        return flat.index_put((self.output_index,), numbers).view(*self.shape, *numbers.shape[1:])
+
+    def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
+        """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
+        extra = to_device(candidates, self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
+        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
+
+
+def padded_input(
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    device: torch.device,
+    shift: int,
+    mask: torch.Tensor | None = None,
+) -> ScoringInput:
+    """Padded rows, trimmed to the longest.
+
+    Right padding needs no attention mask, because attention is causal. Without a mask, SDPA's causal kernels apply.
+
+    Args:
+        input_ids: [b, T] int64, right-padded.
+        lengths: [b] int64, tokens of each row.
+        device: device of the model.
+        shift: see `scored_tokens`.
+        mask: [b, T], tokens to score; all by default.
+    """
+    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
+    width = max(int(lengths.max()), 1)
+    return ScoringInput(
+        input_ids=to_device(input_ids[:, :width], device),
+        hidden_index=to_device(rows * width + columns - shift, device),
+        targets=to_device(input_ids[rows, columns], device),
+        output_index=to_device(rows * input_ids.shape[1] + columns, device),
+        shape=(input_ids.shape[0], input_ids.shape[1]),
+    )
 
 
 _EXTREMES = {"min": torch.amin, "max": torch.amax}

@@ -106,6 +106,9 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
             CheckpointError: the folder is missing, damaged, or of another model.
         """
 
+    def weights_loaded(self) -> None:
+        """Called after `load_weights`, for what is derived from the weights. By default, nothing."""
+
     @abstractmethod
     def save_training_state(self, folder: Path) -> None:
         """Write the optimizer state, the schedule and the weight version, on all ranks together."""
@@ -215,6 +218,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         if optimizer_path is not None and not Path(optimizer_path).is_dir():
             raise CheckpointError(f"{optimizer_path} does not exist: there is no training state to resume from.")
         self.load_weights(Path(weights_path))
+        self.weights_loaded()
         if optimizer_path is not None:
             self.load_training_state(Path(optimizer_path))
 

@@ -20,10 +20,10 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+from rl_backends_base.shards import copy_from_files
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import init_head, prepare_head
-from rl_backends_hf.shards import copy_from_files
 from rl_backends_hf.transformers_internals import attention_of, checkpoint_layers, names_of_layers
 from rl_core.backend import Head, check_loaded, exact_attention, report_as_error
 from rl_core.data.hub import pretrained_location, read_model_config, require_model

@@ -1,17 +1,10 @@
-"""How ranks share one model, as full copies or as shards (FSDP2), and how its layers are compiled (`hf_cfg.compile_layers`).
-
-The gradient of a global batch is the *sum* over ranks, because each loss is already divided by the global count. FSDP2's
-averaging is therefore turned off. Reductions are float32.
-"""
+"""Shards a model over ranks (FSDP2), and compiles its layers (`hf_cfg.compile_layers`)."""
 
 from __future__ import annotations
 
 import logging
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Final
 
 import torch
@@ -28,94 +21,16 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from rl_backends_base.optimizer import compile_error
+from rl_backends_base.parallel import Parallel, fill_missing_gradients, join_ranks, norm_of
+from rl_backends_base.shards import local, reshard
 from rl_backends_hf.model import decoder_layers, is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
-from rl_backends_hf.shards import local, reshard
-from rl_backends_hf.torch_internals import compile_error
 from rl_core.backend import Head, WorkerContext
 from rl_core.errors import ConfigError, NotSupportedError, UserError
-from rl_core.rendezvous.stores import join_process_group
 
 _log = logging.getLogger(__name__)
-
-BUCKET_BYTES = 32 * 2**20
-"""Gradients are reduced in flat buckets of this size."""
-
-
-class Parallel(ABC):
-    """The ranks that train one model.
-
-    Attributes:
-        rank: of this process.
-        world_size: number of ranks.
-        device: device of this rank.
-        shards: whether each rank holds only a shard of each weight.
-        num_shards: number of ranks that share one copy of the model.
-    """
-
-    shards: bool = False
-
-    def __init__(self, context: WorkerContext) -> None:
-        self.rank = context.rank
-        self.world_size = context.world_size
-        self.num_shards = 1
-        self.device = torch.device("cuda:0" if context.device == "cuda" else "cpu")
-
-    @abstractmethod
-    def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
-        """Distribute a model over the ranks.
-
-        Args:
-            scoring: the full model, identical on all ranks; or without values, on the device `meta`.
-            trainable: a frozen model is kept in CPU memory and moved to the device when used.
-        """
-
-    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum each gradient over ranks in float32; collective.
-
-        A weight that received no tokens (an expert, for example) gets a zero gradient, so that all ranks participate in its
-        reduction and the step does not depend on the number of ranks.
-        """
-        for parameter in parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    @abstractmethod
-    def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scalar float32, the 2-norm of the full gradient; the same on every rank; collective."""
-
-    def after_forward(self, scoring: ScoringModel) -> None:
-        """Free gathered weights after a pass without a backward pass."""
-        return None
-
-    def any(self, flag: torch.Tensor) -> torch.Tensor:
-        """Scalar float32, 1 if `flag` (a scalar bool) is true on any rank; collective."""
-        flag = flag.float()
-        if self.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return flag
-
-
-class Replicate(Parallel):
-    """Every rank holds the full model."""
-
-    def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
-        if not trainable:
-            scoring.requires_grad_(False)
-
-    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().sum_gradients(parameters)
-        if self.world_size == 1:
-            return
-        for bucket in _buckets([p.grad for p in parameters.values() if p.grad is not None]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat)
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
-
-    def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _norm(gradients, self.device)
 
 
 class FullyShard(Parallel):
@@ -149,6 +64,12 @@ class FullyShard(Parallel):
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
+        """Shard a model over the ranks.
+
+        Args:
+            scoring: the full model, identical on all ranks; or without values, on the device `meta`.
+            trainable: a frozen model is kept in CPU memory and moved to the device when used.
+        """
         offload = OffloadPolicy()
         if trainable:
             scoring.float()
@@ -169,13 +90,16 @@ class FullyShard(Parallel):
         for method in scoring.extra_forward_methods:
             register_fsdp_forward_method(scoring, method)
 
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        fill_missing_gradients(parameters)  # torch has summed the others
+
     def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        squared = _norm([local(gradient) for gradient in gradients], self.device).square()
+        squared = norm_of([local(gradient) for gradient in gradients], self.device).square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         return squared.sqrt()
 
-    def after_forward(self, scoring: ScoringModel) -> None:
-        reshard(scoring)
+    def after_forward(self, model: nn.Module) -> None:
+        reshard(model)
 
 
 def _prefetch(layers: Sequence[FSDPModule], number: int) -> None:
@@ -187,16 +111,9 @@ def _prefetch(layers: Sequence[FSDPModule], number: int) -> None:
 
 def make_parallel(context: WorkerContext, options: HFConfig, *, dtype: torch.dtype) -> Parallel:
     """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group."""
-    if context.device == "cuda":
-        torch.cuda.set_device(0)
-        if not context.run_in_process:  # otherwise, it is a setting of the user's process
-            torch.set_float32_matmul_precision("highest")  # no TF32
-    if context.world_size == 1:
-        return Replicate(context)
-    backend = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
-    join_process_group(context, backend, timeout=timedelta(seconds=options.distributed_timeout_s))
-    if options.data_parallel == "replicate":
-        return Replicate(context)
+    join_ranks(context, timeout_s=options.distributed_timeout_s)
+    if context.world_size == 1 or options.data_parallel == "replicate":
+        return Parallel(context)
     return FullyShard(
         context, compute_dtype=dtype, num_shards=options.fsdp_num_shards, prefetched_layers=options.fsdp_prefetched_layers
     )
@@ -206,7 +123,7 @@ def load_sharded(
     name: str,
     make_scoring: Callable[[PreTrainedModel], ScoringModel],
     *,
-    parallel: Parallel,
+    parallel: FullyShard,
     options: HFModelConfig,
     dtype: torch.dtype,
     head: Head = "tokens",
@@ -223,7 +140,7 @@ def load_sharded(
         options: how to load it.
         dtype: of the shards.
         head: head type.
-        trainable: as in `Parallel.distribute`.
+        trainable: as in `FullyShard.distribute`.
 
     Raises:
         UserError: as `load_model_shards`.
@@ -247,34 +164,6 @@ def load_sharded(
     for buffer in scoring.buffers():
         buffer.data = buffer.to(parallel.device)
     return scoring
-
-
-def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm is at most `max_norm`; does not synchronize with the device."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local(gradient).mul_(scale.to(gradient.device))
-
-
-def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    norms = [torch.linalg.vector_norm(tensor.float()).to(device) for tensor in tensors]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    buckets: list[list[torch.Tensor]] = []
-    free_bytes = -math.inf
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size > free_bytes:
-            buckets.append([])
-            free_bytes = BUCKET_BYTES
-        buckets[-1].append(tensor)
-        free_bytes -= size
-    return buckets
 
 
 _KEY: Final = "policy.hf_cfg.compile_layers"

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_backends_base.microbatches import padded_input
+from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.matrix_sizes import matrix_sizes
@@ -28,9 +30,8 @@ from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.parallel import FullyShard
 from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
-from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring, padded_input
+from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.shards import local
 from rl_backends_hf.torch_internals import TorchDispatchMode, tree_leaves, without_data
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention

@@ -11,10 +11,10 @@ import platform
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "tree_leaves"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +52,6 @@ def has_bfloat16_products() -> bool:
         has = torch.cpu.get_capabilities()
         return bool(has.get("avx512_bf16") or has.get("amx_tile"))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def compile_error() -> type[Exception]:
-    """The base class of what `torch.compile` raises; its module takes seconds to import."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException
 
 
 def without_data() -> Any:

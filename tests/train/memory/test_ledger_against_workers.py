@@ -26,7 +26,7 @@ def bytes_of(tensors):
 def held_after_a_step(policy):
     """Bytes of weights, master weights, moments and, when the optimizer steps, gradients."""
     worker = policy.group.worker
-    state, gradients = worker._state, []
+    state, gradients = worker.state, []
     state.optimizer.register_step_pre_hook(lambda *_: gradients.append(bytes_of(state.masters.gradients().values())))
     rows = BatchedDataDict(
         {
@@ -37,7 +37,7 @@ def held_after_a_step(policy):
         }
     )
     policy.train(rows, MeanLogprob())
-    weights = list(worker._scoring.model.parameters())
+    weights = list(worker.model.model.parameters())
     masters = [each for each in state.masters.parameters.values() if not any(each is weight for weight in weights)]
     moments = [value for values in state.optimizer.state.values() for value in values.values() if value.ndim]
     return ModelBytes(weights=bytes_of(weights), masters=bytes_of(masters), moments=bytes_of(moments), gradients=gradients[0])

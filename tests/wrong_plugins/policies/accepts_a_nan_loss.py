@@ -9,7 +9,7 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def load(self):
         facts = super().load()
-        self._parallel.any = lambda flag: torch.zeros(())
+        self.parallel.any = lambda flag: torch.zeros(())
         return facts
 
 

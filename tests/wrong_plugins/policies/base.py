@@ -24,8 +24,8 @@ class TrainsOnOtherScores(HFPolicyWorker):
 
     def load(self):
         facts = super().load()
-        score = self._scoring.score
-        self._scoring.score = lambda inputs: self.altered(score(inputs)) if self._trains else score(inputs)
+        score = self.model.score
+        self.model.score = lambda inputs: self.altered(score(inputs)) if self._trains else score(inputs)
         return facts
 
     def train_step(self, *args, **kwargs):

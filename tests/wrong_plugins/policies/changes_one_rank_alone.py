@@ -11,7 +11,7 @@ class Worker(HFPolicyWorker):
         result = super().train_step(microbatches, loss_fn, counts, eval_mode=eval_mode)
         if self.context.rank == 1:
             with torch.no_grad():
-                self._scoring.model.get_input_embeddings().weight[0, 1] += 1e-3
+                self.model.model.get_input_embeddings().weight[0, 1] += 1e-3
         return result
 
 

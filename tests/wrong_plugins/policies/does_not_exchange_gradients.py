@@ -2,14 +2,14 @@
 
 from wrong_plugins.policies.base import PolicyOf
 
-from rl_backends_hf.parallel import Parallel
+from rl_backends_base.parallel import fill_missing_gradients
 from rl_backends_hf.training.worker import HFPolicyWorker
 
 
 class Worker(HFPolicyWorker):
     def load(self):
         facts = super().load()
-        self._parallel.sum_gradients = lambda parameters: Parallel.sum_gradients(self._parallel, parameters)
+        self.parallel.sum_gradients = fill_missing_gradients
         return facts
 
 

@@ -11,7 +11,7 @@ class Worker(HFPolicyWorker):
 
     def _cleared(self, microbatches):
         for microbatch in microbatches:
-            self._state.masters.clear_gradients()
+            self.state.masters.clear_gradients()
             yield microbatch
 
 

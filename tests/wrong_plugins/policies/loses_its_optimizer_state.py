@@ -8,7 +8,7 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def load_training_state(self, folder):
         super().load_training_state(folder)
-        self._state.optimizer.state.clear()
+        self.state.optimizer.state.clear()
 
 
 class Policy(PolicyOf):

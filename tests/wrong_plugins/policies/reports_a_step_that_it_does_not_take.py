@@ -11,7 +11,7 @@ class Worker(HFPolicyWorker):
     def train_step(self, microbatches, loss_fn, counts, *, eval_mode):
         result = super().train_step(microbatches, loss_fn, counts, eval_mode=True)
         if not eval_mode:
-            self._state.weight_version += 1
+            self.state.weight_version += 1
         return replace(result, grad_norm=1.0, lr=0.01)
 
 

@@ -12,14 +12,14 @@ class Worker(HFPolicyWorker):
 
     def load(self):
         facts = super().load()
-        summed = self._parallel.sum_gradients
+        summed = self.parallel.sum_gradients
 
         def divided(parameters):
             summed(parameters)
             for parameter in parameters.values():
                 parameter.grad /= SCALE
 
-        self._parallel.sum_gradients = divided
+        self.parallel.sum_gradients = divided
         return {**facts, "gradient_scale": self.declared}
 
     def train_step(self, microbatches, loss_fn, counts, *, eval_mode):

@@ -15,7 +15,7 @@ class Worker(HFPolicyWorker):
         if eval_mode or self._steps % 2:
             return super().train_step(microbatches, loss_fn, counts, eval_mode=eval_mode)
         result = super().train_step(microbatches, loss_fn, counts, eval_mode=True)
-        self._state.weight_version += 1
+        self.state.weight_version += 1
         return replace(result, grad_norm=1.0, lr=0.01)
 
 

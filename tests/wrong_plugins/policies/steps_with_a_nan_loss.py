@@ -8,7 +8,7 @@ from wrong_plugins.policies.shifts_log_probabilities_in_training import Worker a
 class Worker(ShiftingWorker):
     def load(self):
         facts = super().load()
-        self._parallel.any = lambda flag: torch.zeros(())
+        self.parallel.any = lambda flag: torch.zeros(())
         return facts
 
 

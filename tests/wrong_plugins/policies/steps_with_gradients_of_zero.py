@@ -8,13 +8,13 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def load(self):
         facts = super().load()
-        summed = self._parallel.sum_gradients
+        summed = self.parallel.sum_gradients
 
         def cleared(parameters):
-            self._state.masters.clear_gradients()
+            self.state.masters.clear_gradients()
             summed(parameters)
 
-        self._parallel.sum_gradients = cleared
+        self.parallel.sum_gradients = cleared
         return facts
 
 

@@ -11,7 +11,7 @@ class Worker(HFPolicyWorker):
         super().train_step(iter(microbatches), loss_fn, counts, eval_mode=eval_mode)
         result = super().train_step(iter(microbatches), loss_fn, counts, eval_mode=eval_mode)
         if not eval_mode:
-            self._state.weight_version -= 1
+            self.state.weight_version -= 1
         return result
 
 

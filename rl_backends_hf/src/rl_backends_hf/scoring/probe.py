@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring, packed_input, padded_input
+from rl_backends_base.microbatches import padded_input
+from rl_backends_base.optimizer import compile_error
+from rl_backends_base.shards import fill, reshard
+from rl_backends_hf.scoring.model_inputs import packed_input
+from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.shards import fill, reshard
-from rl_backends_hf.torch_internals import compile_error
 from rl_core.errors import NotSupportedError, RLCoreError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}

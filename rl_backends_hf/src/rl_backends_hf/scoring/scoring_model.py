@@ -1,8 +1,6 @@
 """Computes one number per token: the model's backbone, then its head on selected positions.
 
-`ScoringModel` is the module that is trained and the root of FSDP2. `ScoringInput` is one microbatch in one of three forms:
-*padded* [b, T], trimmed to its longest row; *packed* [1, N], rows end to end with positions that restart; or *shared* [1, N]:
-rows of a prompt follow their common prefix, which comes once.
+`ScoringModel` is the module that is trained and the root of FSDP2.
 
 A scalar head (`ValueScoring`) has the layout of Transformers' sequence classification: a matrix [1, H] without bias,
 `score.weight`, applied to the backbone's last hidden states, as `AutoModelForSequenceClassification` creates it for
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -22,179 +19,9 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
-from rl_backends_base import scored_tokens
-from rl_backends_hf.cpu_attention import share_prefixes
-from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
+from rl_backends_base.microbatches import ScoringInput
 from rl_core.backend import CLASSIFIER, Head, refuse_other_head
-from rl_core.data.batched_data_dict import to_device
-from rl_core.data.shared_prefix import pack_rows
 from rl_core.errors import NotSupportedError, UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoringInput:
-    """One microbatch with M scored tokens.
-
-    Attributes:
-        input_ids: [b, T'] or [1, N] int64.
-        attention: further arguments of the backbone: positions, and sequence boundaries for variable-length kernels.
-        hidden_index: [M] int64; index of the hidden state (of b * T' or N) from which the token is scored.
-        targets: [M] int64, the tokens; or [M, 1 + K], each token and K candidates for its position.
-        output_index: [M] int64; index of the result in the flattened [b, T].
-        shape: (b, T) of the original microbatch.
-        repeat: [M'] int64; which of the M results each of the M' entries of `output_index` gets, if rows share tokens; None if
-            M' is M and each gets its own.
-    """
-
-    input_ids: torch.Tensor
-    hidden_index: torch.Tensor
-    targets: torch.Tensor
-    output_index: torch.Tensor
-    shape: tuple[int, int]
-    attention: Mapping[str, Any] = field(default_factory=dict)
-    repeat: torch.Tensor | None = None
-
-    def scatter(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[b, T, ...] with the M entries of [M, ...] at their positions and 0 elsewhere; differentiable."""
-        if self.repeat is not None:
-            numbers = numbers.index_select(0, self.repeat)
-        flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
-        return flat.index_put((self.output_index,), numbers).view(*self.shape, *numbers.shape[1:])
-
-    def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
-        """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
-        extra = to_device(candidates, self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
-        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
-
-
-def padded_input(
-    input_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    device: torch.device,
-    shift: int,
-    mask: torch.Tensor | None = None,
-) -> ScoringInput:
-    """Padded rows, trimmed to the longest.
-
-    Right padding needs no attention mask, because attention is causal. Without a mask, SDPA's causal kernels apply.
-
-    Args:
-        input_ids: [b, T] int64, right-padded.
-        lengths: [b] int64, tokens of each row.
-        device: device of the model.
-        shift: `ScoringModel.shift`.
-        mask: [b, T], tokens to score; all by default.
-    """
-    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
-    width = max(int(lengths.max()), 1)
-    return ScoringInput(
-        input_ids=to_device(input_ids[:, :width], device),
-        hidden_index=to_device(rows * width + columns - shift, device),
-        targets=to_device(input_ids[rows, columns], device),
-        output_index=to_device(rows * input_ids.shape[1] + columns, device),
-        shape=(input_ids.shape[0], input_ids.shape[1]),
-    )
-
-
-def packed_input(
-    input_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    device: torch.device,
-    shift: int,
-    mask: torch.Tensor | None = None,
-    pad_multiple: int = 1,
-    variable_length_kernel: str | None = None,
-) -> ScoringInput:
-    """Rows packed end to end into one.
-
-    Transformers separates them only if `position_ids` restart, *no* attention mask is given and the cache is off; otherwise,
-    rows silently attend to each other.
-
-    Args:
-        input_ids: [b, T] int64, right-padded.
-        lengths: [b] int64, tokens of each row.
-        device: device of the model.
-        shift: `ScoringModel.shift`.
-        mask: [b, T], tokens to score; all by default.
-        pad_multiple: each row is padded to a multiple of this many tokens.
-        variable_length_kernel: attention function that takes sequence boundaries (`VARLEN` or flash attention), if any.
-    """
-    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
-    packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
-    attention: dict[str, Any] = {"position_ids": to_device(packed.position_ids, device)}
-    if variable_length_kernel == VARLEN:
-        lengths_in_pack = packed.cu_seqlens.diff().tolist()
-        attention |= {
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
-            "packed_rows": Borders.of(lengths_in_pack, lengths_in_pack, device),
-        }
-    elif variable_length_kernel is not None:
-        borders = to_device(packed.cu_seqlens, device)
-        attention |= {
-            "cu_seq_lens_q": borders,
-            "cu_seq_lens_k": borders,
-            "max_length_q": packed.max_seqlen,
-            "max_length_k": packed.max_seqlen,
-        }
-    return ScoringInput(
-        input_ids=to_device(packed.input_ids, device),
-        hidden_index=to_device(packed.cu_seqlens.to(torch.int64)[rows] + columns - shift, device),
-        targets=to_device(input_ids[rows, columns], device),
-        output_index=to_device(rows * input_ids.shape[1] + columns, device),
-        shape=(input_ids.shape[0], input_ids.shape[1]),
-        attention=attention,
-    )
-
-
-def shared_input(
-    input_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    prompt_ids: torch.Tensor,
-    *,
-    device: torch.device,
-    shift: int,
-    mask: torch.Tensor | None = None,
-) -> ScoringInput:
-    """Rows with the same prompt id as one sequence, with their common prefix once; see `share_prefixes`.
-
-    Args:
-        input_ids: [b, T] int64, right-padded.
-        lengths: [b] int64, tokens of each row.
-        prompt_ids: [b] int64.
-        device: device of the model.
-        shift: `ScoringModel.shift`.
-        mask: [b, T], tokens to score; all by default.
-    """
-    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
-    shared = share_prefixes(input_ids, lengths, prompt_ids)
-    hidden, targets, repeat = shared.token_index[rows, columns - shift], input_ids[rows, columns], None
-    if mask is None:
-        # Tokens of a prefix are the same in all of its rows, so the head is applied to them once.
-        first, repeat = _distinct(torch.stack([hidden, targets], dim=1))
-        hidden, targets = hidden[first], targets[first]
-    return ScoringInput(
-        input_ids=to_device(shared.input_ids, device),
-        hidden_index=to_device(hidden, device),
-        targets=to_device(targets, device),
-        output_index=to_device(rows * input_ids.shape[1] + columns, device),
-        shape=(input_ids.shape[0], input_ids.shape[1]),
-        # Transformers passes on a mask with four axes as it is, and would create one with N * N entries otherwise.
-        attention={
-            "position_ids": to_device(shared.position_ids, device),
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
-            "shared_prefix": shared if device.type == "cpu" else SharedRows.of(shared, device),
-        },
-        repeat=None if repeat is None else to_device(repeat, device),
-    )
-
-
-def _distinct(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the first of each distinct row of `pairs` [M, 2], and [M] which of these each row equals."""
-    distinct, inverse = torch.unique(pairs, dim=0, return_inverse=True)
-    first = torch.full((len(distinct),), len(pairs), dtype=torch.int64)
-    return first.scatter_reduce(0, inverse, torch.arange(len(pairs)), "amin"), inverse
 
 
 class ScoringModel(nn.Module, ABC):

@@ -7,10 +7,12 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_base.microbatches import padded_input
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import CPU_SDPA
+from rl_backends_hf.scoring.model_inputs import shared_input
 from rl_backends_hf.scoring.probe import random_head, tolerance
-from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input, shared_input
+from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.transformers_internals import attention_of, layers_of
 from rl_backends_hf.varlen_attention import VARLEN, use_varlen
 from rl_core.errors import RLCoreError

@@ -1,4 +1,4 @@
-"""Saves and loads the training state: optimizer state, float32 master weights, schedule and random state.
+"""The training state: steps of the optimizer, and its state, float32 master weights, schedule and random state in a checkpoint.
 
 Tensors are saved whole, by parameter name, with torch.distributed.checkpoint, so any number of ranks and any sharding can load
 its own shards; quantized optimizer state is saved by shard (see `optimizer.py`). `trainer.pt` (written by rank 0) and
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -23,20 +24,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
-from rl_backends_base import (
+from rl_backends_base.data_only import (
     DAMAGE_ERRORS,
     TRAINER_FILE,
     DataOnlyBytes,
     DataOnlyReader,
-    OptimizerSettings,
     read_metadata,
     read_state_file,
     read_trainer_file,
     reason_of,
     write_error,
 )
-from rl_backends_hf.training.optimizer import (
-    HostMemory,
+from rl_backends_base.host_memory import HostMemory
+from rl_backends_base.optimizer import (
     MasterWeights,
     check_stored,
     create_state,
@@ -45,6 +45,8 @@ from rl_backends_hf.training.optimizer import (
     plain_tensors,
     shard_tensors,
 )
+from rl_backends_base.optimizer_settings import OptimizerSettings
+from rl_backends_base.parallel import Parallel, clip_
 from rl_core.backend import first_non_finite
 from rl_core.errors import CheckpointError
 
@@ -62,12 +64,16 @@ class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
 class TrainingState:
     """The optimizer of one rank, its schedule, and the weights that it updates.
 
-    `shard` is which shard of the weights this rank has, from 0, and how many there are.
+    Attributes:
+        masters: the weights.
+        settings: the optimizer and its schedule.
+        parallel: the ranks.
+        weight_version: number of optimizer steps taken.
     """
 
     masters: MasterWeights
     settings: OptimizerSettings
-    shard: tuple[int, int] = (0, 1)
+    parallel: Parallel
     weight_version: int = 0
 
     @property
@@ -80,8 +86,49 @@ class TrainingState:
         """Learning-rate schedule; it steps once per optimizer step."""
         return self.settings.scheduler
 
-    def save(self, folder: Path, *, rank: int, world_size: int) -> None:
+    @property
+    def _shard(self) -> tuple[int, int]:
+        """Which shard of the weights this rank has, from 0, and how many there are."""
+        return self.parallel.rank % self.parallel.num_shards, self.parallel.num_shards
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None."""
+        self.masters.clear_gradients()
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """This rank's gradients, or shards of them, by name."""
+        return self.masters.gradients()
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Sum the gradients over the ranks; scalar float32, the 2-norm of the full gradient; collective."""
+        self.parallel.sum_gradients(self.masters.parameters)
+        return self.parallel.gradient_norm(list(self.gradients().values()))
+
+    def step(self, norm: torch.Tensor, max_norm: float | None) -> float:
+        """Clip the gradients, step, and free them.
+
+        Args:
+            norm: result of `gradient_norm`.
+            max_norm: maximum gradient norm; None disables clipping.
+
+        Returns:
+            The learning rate of the step.
+        """
+        if max_norm is not None:
+            clip_(list(self.gradients().values()), norm, max_norm)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        # Fused optimizers change parameters without counting it, but an engine that shares them checks the counts.
+        increment_version(list(self.masters.parameters.values()))
+        self.scheduler.step()
+        self.masters.copy_to_model()
+        self.clear_gradients()
+        self.weight_version += 1
+        return lr
+
+    def save(self, folder: Path) -> None:
         """Write this rank's shards into `folder`, together with all other ranks."""
+        rank, world_size = self.parallel.rank, self.parallel.world_size
         folder.mkdir(parents=True, exist_ok=True)
         tensors, scalars = self._split_state()
         try:
@@ -99,7 +146,7 @@ class TrainingState:
             }
             torch.save(trainer, folder / TRAINER_FILE)
 
-    def load(self, folder: Path, *, rank: int, world_size: int) -> None:
+    def load(self, folder: Path) -> None:
         """Continue from what `save` wrote with any number of ranks; nothing in the folder is executed.
 
         The random state is restored if the folder has one for this rank; with more ranks than before, the additional ranks
@@ -109,11 +156,12 @@ class TrainingState:
             CheckpointError: the folder is missing, damaged, or of another model or optimizer.
         """
         try:
-            self._load(folder, rank=rank, world_size=world_size)
+            self._load(folder)
         except DAMAGE_ERRORS as error:
             raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
 
-    def _load(self, folder: Path, *, rank: int, world_size: int) -> None:
+    def _load(self, folder: Path) -> None:
+        rank, world_size = self.parallel.rank, self.parallel.world_size
         trainer = read_trainer_file(folder, expected_format=_FORMAT)
         self.settings.load_state_dict(trainer, steps=trainer["weight_version"], source=str(folder))
         load_tensors = self._load_quantized if is_quantized(self.optimizer) else self._load_tensors
@@ -163,7 +211,7 @@ class TrainingState:
                 elif not is_quantized(self.optimizer):
                     tensors[f"optimizer.{name}.{key}"] = value
         if is_quantized(self.optimizer):
-            tensors |= shard_tensors(self.optimizer, self.masters.parameters, shard=self.shard)
+            tensors |= shard_tensors(self.optimizer, self.masters.parameters, shard=self._shard)
         return tensors, scalars
 
     def _load_tensors(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
@@ -198,7 +246,7 @@ class TrainingState:
         if has_state(stored):
             create_state(self.optimizer, self.masters.parameters.values())
         targets = self._split_state()[0]
-        check_stored(targets, stored, folder, shards=self.shard[1])
+        check_stored(targets, stored, folder, shards=self._shard[1])
         _load_into(targets or {"empty": torch.zeros(1)}, folder, no_dist=no_dist)
         state = {name: dict(self.optimizer.state[parameter]) for name, parameter in self.masters.parameters.items()}
         return {name: values for name, values in state.items() if values}

@@ -9,8 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl_backends_hf.torch_internals import is_traceable_wrapper_subclass
-
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, or the tensor itself if it is not sharded."""
@@ -19,8 +17,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_parts(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of others, as sharded and quantized tensors do."""
-    consists_of_others: bool = is_traceable_wrapper_subclass(tensor)
-    return consists_of_others
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

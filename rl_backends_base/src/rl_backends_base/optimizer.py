@@ -15,17 +15,16 @@ tensors of each shard, and only the same number of shards can continue from it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from rl_backends_base import call_named
-from rl_backends_hf.shards import has_parts, local
-from rl_backends_hf.torch_internals import compile_error
+from rl_backends_base.host_memory import HostMemory
+from rl_backends_base.optimizer_settings import call_named
+from rl_backends_base.shards import has_parts, local
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, UserError, with_key
 from rl_core.plugins.import_path import resolve
@@ -69,6 +68,13 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
     if is_quantized(optimizer):
         _check_step(optimizer, config.name)
     return optimizer
+
+
+def compile_error() -> type[Exception]:
+    """The base class of what `torch.compile` raises; its module takes seconds to import."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
 
 
 def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -180,54 +186,6 @@ class _AccumulateInto:
             self._master.grad = gradient.float()
         else:
             self._master.grad.add_(gradient)
-
-
-class HostMemory:
-    """Moves tensors between a GPU and host memory that is allocated once and kept, because pinning it takes longer than a copy.
-
-    The host does not wait for the copies: it calls `torch.cuda.synchronize` before it reads what has left the GPU. A weight
-    without gradient is copied to the host once, and later only dropped on the GPU. Shards of FSDP2 use the pinned memory that
-    torch keeps; quantized ones are copied to new memory.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, torch.Tensor] = {}
-
-    def move(self, key: Hashable, tensor: torch.Tensor, device: torch.device, *, is_frozen: bool = False) -> torch.Tensor:
-        """The tensor on `device`.
-
-        Args:
-            key: identifies the tensor's host memory.
-            tensor: on either device.
-            device: the GPU, or the CPU.
-            is_frozen: the values never change.
-        """
-        if has_parts(tensor) and not isinstance(tensor, DTensor):
-            return self._move_parts(key, tensor, device)
-        if device.type != "cpu" or tensor.device.type == "cpu" or isinstance(tensor, DTensor):
-            return tensor.to(device, non_blocking=True)
-        host = self._kept.get(key)
-        if host is not None and is_frozen:
-            return host
-        if host is None:
-            host = self._kept[key] = torch.empty_like(tensor, device=device, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    def _move_parts(self, key: Hashable, tensor: Any, device: torch.device) -> torch.Tensor:
-        names, attributes = tensor.__tensor_flatten__()
-        parts = {name: self.move((key, name), getattr(tensor, name), device) for name in names}
-        moved: torch.Tensor = type(tensor).__tensor_unflatten__(parts, attributes, tensor.shape, tensor.stride())
-        return moved
-
-    def move_module(self, module: nn.Module, device: torch.device) -> None:
-        """Move the parameters and buffers of a module, in place."""
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            module.to(device, non_blocking=True)
-            return
-        for name, parameter in module.named_parameters():
-            parameter.data = self.move(name, parameter.data, device, is_frozen=not parameter.requires_grad)
-        for name, buffer in module.named_buffers():
-            buffer.data = self.move(name, buffer.data, device)
 
 
 _PREFIX: Final = "quantized-"

@@ -1,0 +1,512 @@
+"""A policy on a torch module: the author writes the model, and the worker here trains it.
+
+The device is synchronized only once in an optimizer step, at the end: losses, metrics and the gradient norm are copied to the
+CPU in one tensor, and only then is the step taken. A NaN anywhere therefore leaves weights and optimizer unchanged.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rl_backends_base.host_memory import HostedModel, HostMemory
+from rl_backends_base.microbatches import (
+    ScoringInput,
+    first_non_finite_loss,
+    non_finite_step_error,
+    padded_input,
+    reduce_metrics,
+)
+from rl_backends_base.optimizer import MasterWeights, build_optimizer
+from rl_backends_base.optimizer_settings import OptimizerSettings
+from rl_backends_base.parallel import Parallel, join_ranks
+from rl_backends_base.policy_worker import ConfigT, PolicyWorkerBase
+from rl_backends_base.shards import local
+from rl_backends_base.training_state import TrainingState
+from rl_core.backend import (
+    BatchedDataDict,
+    GlobalCounts,
+    PolicyFacts,
+    RefitManifest,
+    StepResult,
+    WorkerContext,
+    dtype_of,
+    find_tokenizer,
+    first_non_finite,
+    manifest_of,
+    weights_of,
+)
+from rl_core.data.batched_data_dict import to_device
+from rl_core.errors import InvalidComponentError, NonFiniteError, NotSupportedError
+from rl_core.interfaces.policy import LossFunction
+from rl_core.interfaces.worker_context import explaining_memory, halved
+
+_CPU = torch.device("cpu")
+LossAndMetrics = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
+    """One rank of a policy whose model is a torch module.
+
+    A subclass defines:
+
+    - `build`: the model.
+    - `logits` or `token_logprobs`: its output. Top-k log-probabilities and losses with candidates need `logits`.
+    - `values`, if the config may have `head: scalar`.
+    - `save_weights` and `load_weights`; and `checkpoint_weights`, if the names in the checkpoint are not those of the module.
+
+    The base class joins the ranks, each of which has the whole model, and sums gradients over them. It builds the optimizer and
+    the schedule, keeps float32 master weights of a bfloat16 model, clips, refuses steps that are not finite, moves tensors
+    between the device and CPU memory, saves and restores the training state with any number of ranks, and scores with the
+    reference policy, which is a second `build`. `facts`, `find_tokenizer` and all other public methods may be overridden.
+
+    Args:
+        context: rank, rendezvous address and device.
+        config: the section `policy`.
+
+    Attributes:
+        model: the model; while the reference policy scores, that of the reference.
+        parallel: the ranks; set by `load`.
+        state: the optimizer and the weights that it updates; None if the model is frozen.
+        exact_weights: name to float32 value of weights that were rounded when the model was loaded, for the master weights.
+    """
+
+    model: nn.Module
+    parallel: Parallel
+
+    def __init__(self, context: WorkerContext, config: ConfigT) -> None:
+        super().__init__(context, config)
+        self.state: TrainingState | None = None
+        self.exact_weights: Mapping[str, torch.Tensor] = {}
+        self._reference: HostedModel | None = None
+        self._host_memory = HostMemory()
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The model with the weights of `config.model_name`, on any device.
+
+        Called when the worker loads, and again for the reference policy. float32 parameters are rounded to `config.precision`
+        afterwards. Those without `requires_grad` are not trained.
+        """
+
+    def logits(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """Logits [b, T, V] of `self.model`; those at position t predict token t + 1.
+
+        Args:
+            batch: `input_ids` [b, T] int64, right-padded, and `input_lengths` [b] int64, on the device.
+        """
+        raise NotSupportedError(
+            f"{type(self).__name__} does not define `logits`, which top-k log-probabilities, losses with candidates and the "
+            "default of the fact `vocab_size` need."
+        )
+
+    def token_logprobs(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """Log-probabilities [b, T], in nats, of the tokens, given those before them; position 0 and padding are ignored.
+
+        They are those of logits divided by `config.scoring_temperature`. `batch` is as in `logits`.
+        """
+        raise NotImplementedError  # `score` computes them from `logits`
+
+    def values(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """Values [b, T] of a scalar head after each token; `batch` as in `logits`."""
+        raise NotSupportedError(f"{type(self).__name__} does not define `values`, which `head: scalar` requires.", key="head")
+
+    def checkpoint_weights(self) -> Mapping[str, torch.Tensor]:
+        """Live tensors of the model under the names of the checkpoint, each tensor once."""
+        return weights_of(self.model)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Facts that replace those of the base class; see `PolicyFacts`."""
+        return {}
+
+    def find_tokenizer(self) -> Any:
+        return find_tokenizer(self.config.model_name, self.config.tokenizer)
+
+    # The methods below may be overridden by a backend that shards the model, or has its own optimizer or layout of rows.
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.parallel.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type that the weights are computed with and exported in."""
+        return dtype_of(self.config.dtype_name)
+
+    def join(self) -> Parallel:
+        """Join the other ranks."""
+        join_ranks(self.context)
+        return Parallel(self.context)
+
+    def place(self) -> None:
+        """Round the parameters of `self.model` to `self.dtype`, and move it to the device; sets `exact_weights`."""
+        if self.dtype != torch.float32 and not self.config.frozen:
+            self.exact_weights = {name: each.detach() for name, each in self.trained_module.named_parameters()}
+        _round(self.model, self.dtype)
+        self.model.to(self.device)
+
+    def load(self) -> PolicyFacts:
+        self.parallel = self.join()
+        self.model = self.build()
+        self.place()
+        parameters = list(self.model.parameters())
+        if not self.config.frozen:
+            self.state = self.make_state()
+        self.exact_weights = {}
+        trained = 0 if self.state is None else sum(each.numel() for each in parameters if each.requires_grad)
+        on_gpu = self.device.type == "cuda"
+        facts: dict[str, Any] = {
+            "device": str(self.device),
+            "num_parameters": sum(each.numel() for each in parameters),
+            "num_trained_parameters": trained,
+            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else None,
+            **self.facts(),
+        }
+        if "vocab_size" not in facts:
+            facts["vocab_size"] = self._count_tokens()
+        return cast(PolicyFacts, facts)
+
+    @property
+    def trained_module(self) -> nn.Module:
+        """The module whose parameters are trained, under whose names the training state is saved."""
+        return self.model
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Data type to which trained weights are rounded when they are saved or sent."""
+        return self.dtype
+
+    def make_state(self) -> TrainingState | None:
+        """The optimizer of the trainable parameters; None if there are none."""
+        masters = MasterWeights(self.trained_module, model_dtype=self.trained_dtype)
+        masters.load_exact(self.exact_weights)
+        optimizer = self.make_optimizer(masters.parameters)
+        settings = OptimizerSettings(optimizer, self.config.optimizer, self.config.scheduler)
+        return TrainingState(masters=masters, settings=settings, parallel=self.parallel)
+
+    def make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of `parameters`, by name; an override may divide them into groups."""
+        return build_optimizer(parameters, self.config.optimizer)
+
+    def trainable_state(self) -> TrainingState:
+        """The training state; NotSupportedError if there is none."""
+        self.require_trainable()
+        assert self.state is not None
+        return self.state
+
+    def score(
+        self, microbatch: BatchedDataDict[Any], *, training: bool = False, candidates_key: str | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities or, with a scalar head, values of one microbatch.
+
+        Args:
+            microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
+            training: score only tokens with `token_mask * sample_mask`; otherwise all.
+            candidates_key: column [b, T, K] of further tokens to score at the same positions.
+
+        Returns:
+            [b, T], with candidates [b, T, 1 + K], float32; 0.0 for tokens that are not scored.
+        """
+        inputs, batch = self._read(microbatch, training=training)
+        is_scalar = self.config.head == "scalar"
+        if is_scalar or (candidates_key is None and type(self).token_logprobs is not TorchPolicyWorker.token_logprobs):
+            numbers = self.values(batch) if is_scalar else self.token_logprobs(batch)
+            self._check_shape(numbers, batch, 2, "values" if is_scalar else "token_logprobs")
+            return inputs.scatter(numbers.float().flatten().index_select(0, inputs.hidden_index + (not is_scalar)))
+        if candidates_key is not None:
+            inputs = inputs.with_candidates(microbatch[candidates_key])
+        logits = self._next_logits(inputs, batch)
+        targets = inputs.targets.view(len(logits), *inputs.targets.shape[1:] or (1,))
+        logprobs = logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True)
+        return inputs.scatter(logprobs.view_as(inputs.targets))
+
+    def score_topk(self, microbatch: BatchedDataDict[Any], k: int) -> Mapping[str, torch.Tensor]:
+        """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of one microbatch."""
+        inputs, batch = self._read(microbatch, training=False)
+        logits = self._next_logits(inputs, batch)
+        top, ids = logits.topk(k, dim=-1)
+        logprobs = top - logits.logsumexp(-1, keepdim=True)
+        return {"topk_token_ids": inputs.scatter(ids), "topk_logprobs": inputs.scatter(logprobs)}
+
+    def score_microbatches(
+        self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        with self.scoring(reference=reference), torch.no_grad():
+            if topk is None:
+                column = "values" if self.config.head == "scalar" else "logprobs"
+                return [{column: self.score(each)} for each in microbatches]
+            scores = [self.score_topk(each, topk) for each in microbatches]
+            if self.device.type == "cuda":  # copies to the CPU may be in progress
+                torch.cuda.synchronize(self.device)
+            return scores
+
+    @contextmanager
+    def scoring(self, *, reference: bool) -> Iterator[None]:
+        """The model is on the device and in evaluation mode while the block runs; with `reference`, `self.model` is another."""
+        policy = self.model
+        if not reference:
+            self.move(weights=self.device)
+        with self.reference_model() if reference else nullcontext(policy) as self.model:
+            self.model.eval()
+            try:
+                yield
+            finally:
+                self.parallel.after_forward(self.model)
+                self.model = policy
+
+    def reference_model(self) -> AbstractContextManager[nn.Module]:
+        """The initial policy, on the device while the block runs. By default, `build_reference`, kept in CPU memory otherwise.
+
+        It is loaded when it is first used and not copied from the policy, so it is also the initial policy after a resume.
+        """
+        if self._reference is None:
+            self._reference = HostedModel(self.build_reference(), self.device)
+        return self._reference.on_device()
+
+    def build_reference(self) -> nn.Module:
+        """A model with the weights of the initial policy, in CPU memory. It is only scored with, without gradients."""
+        model = self.build().cpu()
+        _round(model, self.dtype)
+        return model
+
+    @contextmanager
+    def training_mode(self, *, learn: bool, dropout: bool) -> Iterator[None]:
+        """The model is in the mode of a forward and, if it learns, backward pass while the block runs.
+
+        Without dropout, all modules stay in evaluation mode, as for scoring: dropout, layerdrop and router noise are off, and
+        log-probabilities equal those of `get_logprobs`. Three kinds of modules need the training flag: layers that recompute
+        activations check it, and cuDNN for recurrent ones, so their own drop probabilities are set to 0 while the block runs;
+        and the dropout of LoRA adapters is configured explicitly (`lora.dropout`), so it stays on.
+
+        Args:
+            learn: whether gradients are computed.
+            dropout: whether the model's own dropout may be on; see `LossFunction.allows_dropout`.
+        """
+        self.model.train(learn and dropout)
+        changed: list[tuple[nn.Module, str, float]] = []
+        if learn and not dropout:
+            for module in self.model.modules():
+                if getattr(module, "gradient_checkpointing", False) or isinstance(module, nn.RNNBase):
+                    module.training = True
+                    changed += [(module, name, value) for name, value in _drop_probabilities(module)]
+                adapter: Any = getattr(module, "lora_dropout", None)
+                if isinstance(adapter, nn.Module):
+                    module.training = True
+                    adapter.train()
+        for module, name, _ in changed:
+            setattr(module, name, 0.0)
+        try:
+            yield
+        finally:
+            for module, name, value in changed:
+                setattr(module, name, value)
+
+    def forward_backward(
+        self,
+        microbatches: Iterable[BatchedDataDict[Any]],
+        loss_of: Callable[[torch.Tensor, BatchedDataDict[Any]], LossAndMetrics],
+        *,
+        candidates_key: str | None,
+        learn: bool,
+    ) -> list[LossAndMetrics]:
+        """Compute the loss of each microbatch, and add up the gradients if the model learns.
+
+        Args:
+            microbatches: of one global batch.
+            loss_of: takes the result of `score` and the microbatch.
+            candidates_key: see `score`.
+            learn: whether to run the backward pass.
+
+        Returns:
+            Loss, without gradient, and metrics of each microbatch.
+        """
+        results = []
+        for microbatch in microbatches:
+            loss, metrics = loss_of(self.score(microbatch, training=True, candidates_key=candidates_key), microbatch)
+            if learn:
+                loss.backward()
+            results.append((loss.detach().float(), metrics))
+        return results
+
+    def train_step(
+        self, microbatches: Iterator[BatchedDataDict[Any]], loss_fn: LossFunction, counts: GlobalCounts, *, eval_mode: bool
+    ) -> StepResult:
+        """Accumulate the gradients of all microbatches and ranks, clip, and step.
+
+        Raises:
+            NonFiniteError: on every rank, if a loss or gradient on any rank is NaN or infinite; nothing has changed.
+        """
+        state, device = None if eval_mode else self.trainable_state(), self.device
+        seqs, toks = (torch.full((), n, dtype=torch.float32, device=device) for n in (counts.valid_seqs, counts.valid_toks))
+
+        def loss_of(scored: torch.Tensor, microbatch: BatchedDataDict[Any]) -> LossAndMetrics:
+            batch = microbatch.to(device)
+            if loss_fn.candidates_key is None:
+                return loss_fn(scored, batch, seqs, toks)
+            # In a new dict, which is freed after the loss, with its graph.
+            batch = BatchedDataDict({**batch, "candidate_logprobs": scored[..., 1:]})
+            return loss_fn(scored[..., 0], batch, seqs, toks)
+
+        learn, norm = state is not None, torch.zeros((), device=device)
+        if state is not None:
+            state.clear_gradients()
+        with self.training_mode(learn=learn, dropout=loss_fn.allows_dropout), torch.set_grad_enabled(learn):
+            results = self.forward_backward(microbatches, loss_of, candidates_key=loss_fn.candidates_key, learn=learn)
+        losses, metrics = [loss for loss, _ in results], [each for _, each in results]
+        if state is not None:
+            norm = state.gradient_norm()
+        else:
+            self.parallel.after_forward(self.model)
+        loss = torch.stack(losses).sum()
+        broken = self.parallel.any(~(torch.isfinite(loss) & torch.isfinite(norm)))
+        reduced = reduce_metrics(metrics, loss_fn.metric_reductions)
+        numbers = torch.stack([broken, loss, norm, *reduced.values()]).tolist()
+        if numbers[0] > 0:
+            raise self._non_finite(losses, state, norm=numbers[2])
+        with explaining_memory(self, "the optimizer step"):
+            lr = state.step(norm, self.config.max_grad_norm) if state is not None else 0.0
+        return StepResult(loss=numbers[1], grad_norm=numbers[2], lr=lr, metrics=dict(zip(reduced, numbers[3:], strict=True)))
+
+    def move(self, *, weights: torch.device, state: torch.device | None = None) -> None:
+        """Move the weights, and the optimizer state if `state` is given, between the device and CPU memory."""
+        if self.device == _CPU:
+            return
+        if next(self.model.parameters()).device != weights:
+            self._host_memory.move_module(self.model, weights)
+        if state is not None and self.state is not None:
+            self.state.move(state, self._host_memory)
+        if _CPU in (weights, state):
+            torch.cuda.current_stream().synchronize()
+            # Memory in torch's cache is not available to an engine on the same GPU.
+            torch.cuda.empty_cache()
+
+    def prepare_for_training(self) -> None:
+        self.move(weights=self.device, state=self.device)
+
+    def finish_training(self) -> None:
+        if self.state is not None:
+            self.state.clear_gradients()
+
+    def offload_before_refit(self) -> None:
+        self.finish_training()
+        self.move(weights=self.device, state=_CPU)
+
+    def offload_after_refit(self) -> None:
+        self.move(weights=_CPU, state=_CPU)
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        self.trainable_state()
+        super().load_checkpoint(weights_path, optimizer_path)
+
+    def weights_loaded(self) -> None:
+        self.trainable_state().masters.copy_from_model()
+
+    def save_training_state(self, folder: Path) -> None:
+        self.trainable_state().save(folder)
+
+    def load_training_state(self, folder: Path) -> None:
+        self.trainable_state().load(folder)
+
+    def find_non_finite(self) -> str | None:
+        trained = ((name, each) for name, each in self.trained_module.named_parameters() if each.requires_grad)
+        in_weights = first_non_finite(trained, published=self.trained_dtype)
+        return in_weights if in_weights or self.state is None else self.state.find_non_finite()
+
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = self.state.masters.parameters if self.state is not None else {}
+        return ((name, local(parameter)) for name, parameter in masters.items())
+
+    def weight_shard(self) -> str:
+        return f"shard {self.parallel.rank % self.parallel.num_shards}" if self.parallel.shards else ""
+
+    def get_weight_version(self) -> int:
+        return self.state.weight_version if self.state is not None else 0
+
+    def weight_manifest(self) -> RefitManifest:
+        return manifest_of(self.checkpoint_weights())
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = self.checkpoint_weights()
+        return ((name, weights[name].detach()) for name in (weights if names is None else names))
+
+    def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        kinds: dict[str, Iterable[torch.Tensor]] = {}
+        if hasattr(self, "model"):
+            kinds["weights"] = self.model.parameters()
+        if self.state is not None:
+            kinds["float32 master weights"] = self.state.masters.parameters.values()
+            kinds["gradients"] = self.state.gradients().values()
+            kinds["optimizer state"] = self.state.tensors()
+        return {kind: map(local, tensors) for kind, tensors in kinds.items()}
+
+    def memory_advice(self, doing: str) -> str:
+        keys, training = [], doing == "training"
+        if training or doing == "scoring":
+            keys += halved(*self.config.microbatch_limit(training=training))
+        if self.config.dtype_name == "float32":
+            keys.append("set `precision: bfloat16`")
+        keys.append("let the engine use less of the GPU, if both share it")
+        return f"In the section of this model: {'; or '.join(keys)}."
+
+    def _read(self, microbatch: BatchedDataDict[Any], *, training: bool) -> tuple[ScoringInput, BatchedDataDict[Any]]:
+        """Which tokens to score, and the batch of `logits`, trimmed to the longest row."""
+        rows, shift = self._splitter.read(microbatch, training=training), int(self.config.head == "tokens")
+        inputs = padded_input(rows.input_ids, rows.lengths, device=self.device, shift=shift, mask=rows.mask)
+        lengths = to_device(rows.lengths, self.device)
+        return inputs, BatchedDataDict(input_ids=inputs.input_ids, input_lengths=lengths)
+
+    def _next_logits(self, inputs: ScoringInput, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """Logits [M, V] float32 that predict the scored tokens."""
+        logits = self.logits(batch)
+        self._check_shape(logits, batch, 3, "logits")
+        logits, temperature = logits.flatten(0, 1).index_select(0, inputs.hidden_index).float(), self.config.scoring_temperature
+        return logits / temperature if temperature != 1.0 else logits
+
+    def _check_shape(self, output: torch.Tensor, batch: BatchedDataDict[Any], axes: int, method: str) -> None:
+        if output.ndim != axes or output.shape[:2] != batch["input_ids"].shape:
+            raise InvalidComponentError(
+                f"`{type(self).__name__}.{method}` returned shape {list(output.shape)} for `input_ids` of shape "
+                f"{list(batch['input_ids'].shape)}, not {'[b, T, V]' if axes == 3 else '[b, T]'}."
+            )
+
+    def _count_tokens(self) -> int:
+        """V, from the logits of one token."""
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            return self.logits(BatchedDataDict(input_ids=one[None] - 1, input_lengths=one)).shape[-1]
+
+    def _non_finite(self, losses: list[torch.Tensor], state: TrainingState | None, *, norm: float) -> NonFiniteError:
+        """The error for the first non-finite value on this rank; clears the gradients."""
+        where, rank = "The non-finite value is on another rank; see its error.", self.context.rank
+        broken = first_non_finite_loss(losses)
+        if broken is not None:
+            where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {rank} is {float(losses[broken])}."
+        else:
+            for name, gradient in state.gradients().items() if state is not None else ():
+                if not bool(torch.isfinite(local(gradient)).all()):
+                    where = f"The losses are finite; the first non-finite gradient on rank {rank} is that of {name}."
+                    break
+        step = 1
+        if state is not None:
+            state.clear_gradients()
+            step = state.weight_version + 1
+        return non_finite_step_error(step, where, norm=norm)
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the floating-point parameters, and no buffers."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _drop_probabilities(module: nn.Module) -> list[tuple[str, float]]:
+    """Attributes of the module itself such as `dropout`, `activation_dropout` or `layerdrop`."""
+    return [(name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]

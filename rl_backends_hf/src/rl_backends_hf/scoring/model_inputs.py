@@ -1,0 +1,171 @@
+"""Converts microbatches to model inputs in one of three forms.
+
+*Padded* [b, T], trimmed to its longest row; *packed* [1, N], rows end to end with positions that restart; or *shared* [1, N]:
+rows of a prompt follow their common prefix, which comes once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_backends_base import MicrobatchSplitter
+from rl_backends_base.microbatches import ScoringInput, padded_input, scored_tokens
+from rl_backends_hf.cpu_attention import share_prefixes
+from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
+from rl_core.backend import BatchedDataDict
+from rl_core.config.schema import PolicyConfig
+from rl_core.data.batched_data_dict import to_device
+from rl_core.data.shared_prefix import pack_rows
+
+
+def packed_input(
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    device: torch.device,
+    shift: int,
+    mask: torch.Tensor | None = None,
+    pad_multiple: int = 1,
+    variable_length_kernel: str | None = None,
+) -> ScoringInput:
+    """Rows packed end to end into one.
+
+    Transformers separates them only if `position_ids` restart, *no* attention mask is given and the cache is off; otherwise,
+    rows silently attend to each other.
+
+    Args:
+        input_ids: [b, T] int64, right-padded.
+        lengths: [b] int64, tokens of each row.
+        device: device of the model.
+        shift: see `scored_tokens`.
+        mask: [b, T], tokens to score; all by default.
+        pad_multiple: each row is padded to a multiple of this many tokens.
+        variable_length_kernel: attention function that takes sequence boundaries (`VARLEN` or flash attention), if any.
+    """
+    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
+    packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
+    attention: dict[str, Any] = {"position_ids": to_device(packed.position_ids, device)}
+    if variable_length_kernel == VARLEN:
+        lengths_in_pack = packed.cu_seqlens.diff().tolist()
+        attention |= {
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            "packed_rows": Borders.of(lengths_in_pack, lengths_in_pack, device),
+        }
+    elif variable_length_kernel is not None:
+        borders = to_device(packed.cu_seqlens, device)
+        attention |= {
+            "cu_seq_lens_q": borders,
+            "cu_seq_lens_k": borders,
+            "max_length_q": packed.max_seqlen,
+            "max_length_k": packed.max_seqlen,
+        }
+    return ScoringInput(
+        input_ids=to_device(packed.input_ids, device),
+        hidden_index=to_device(packed.cu_seqlens.to(torch.int64)[rows] + columns - shift, device),
+        targets=to_device(input_ids[rows, columns], device),
+        output_index=to_device(rows * input_ids.shape[1] + columns, device),
+        shape=(input_ids.shape[0], input_ids.shape[1]),
+        attention=attention,
+    )
+
+
+def shared_input(
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    prompt_ids: torch.Tensor,
+    *,
+    device: torch.device,
+    shift: int,
+    mask: torch.Tensor | None = None,
+) -> ScoringInput:
+    """Rows with the same prompt id as one sequence, with their common prefix once; see `share_prefixes`.
+
+    Args:
+        input_ids: [b, T] int64, right-padded.
+        lengths: [b] int64, tokens of each row.
+        prompt_ids: [b] int64.
+        device: device of the model.
+        shift: see `scored_tokens`.
+        mask: [b, T], tokens to score; all by default.
+    """
+    rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
+    shared = share_prefixes(input_ids, lengths, prompt_ids)
+    hidden, targets, repeat = shared.token_index[rows, columns - shift], input_ids[rows, columns], None
+    if mask is None:
+        # Tokens of a prefix are the same in all of its rows, so the head is applied to them once.
+        first, repeat = _distinct(torch.stack([hidden, targets], dim=1))
+        hidden, targets = hidden[first], targets[first]
+    return ScoringInput(
+        input_ids=to_device(shared.input_ids, device),
+        hidden_index=to_device(hidden, device),
+        targets=to_device(targets, device),
+        output_index=to_device(rows * input_ids.shape[1] + columns, device),
+        shape=(input_ids.shape[0], input_ids.shape[1]),
+        # Transformers passes on a mask with four axes as it is, and would create one with N * N entries otherwise.
+        attention={
+            "position_ids": to_device(shared.position_ids, device),
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            "shared_prefix": shared if device.type == "cpu" else SharedRows.of(shared, device),
+        },
+        repeat=None if repeat is None else to_device(repeat, device),
+    )
+
+
+def _distinct(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of the first of each distinct row of `pairs` [M, 2], and [M] which of these each row equals."""
+    distinct, inverse = torch.unique(pairs, dim=0, return_inverse=True)
+    first = torch.full((len(distinct),), len(pairs), dtype=torch.int64)
+    return first.scatter_reduce(0, inverse, torch.arange(len(pairs)), "amin"), inverse
+
+
+class Microbatcher(MicrobatchSplitter):
+    """Splits batches into microbatches as configured, and converts them to model inputs.
+
+    Args:
+        config: the section `policy`.
+        device: device of the model.
+        variable_length_kernel: attention function that takes sequence boundaries, if any.
+
+    Attributes:
+        shares_prefixes: whether rows with the same `prompt_id` are computed as one sequence; set once the model is known to
+            support it.
+    """
+
+    def __init__(self, config: PolicyConfig, *, device: torch.device, variable_length_kernel: str | None) -> None:
+        super().__init__(config)
+        self._config, self._device = config, device
+        self._shift = int(config.head == "tokens")
+        self.shares_prefixes = False
+        self.variable_length_kernel = variable_length_kernel
+
+    def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
+        """Convert a microbatch to model input.
+
+        Args:
+            microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, and `prompt_id` if rows of a
+                prompt should share their prefix.
+            training: score only tokens with `token_mask * sample_mask`; otherwise all.
+            candidates_key: column [b, T, K] of further tokens to score at the same positions.
+
+        Raises:
+            DataError: a row is longer than `max_total_sequence_length` or than the batch's width.
+        """
+        read = self.read(microbatch, training=training)
+        ids, lengths, mask = read.input_ids, read.lengths, read.mask
+        if self.shares_prefixes and read.prompt_ids is not None:
+            formed = shared_input(ids, lengths, read.prompt_ids, device=self._device, shift=self._shift, mask=mask)
+        elif self.packing:
+            formed = packed_input(
+                ids,
+                lengths,
+                device=self._device,
+                shift=self._shift,
+                mask=mask,
+                pad_multiple=self._config.sequence_packing.sequence_length_pad_multiple,
+                variable_length_kernel=self.variable_length_kernel,
+            )
+        else:
+            formed = padded_input(ids, lengths, device=self._device, shift=self._shift, mask=mask)
+        return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])
