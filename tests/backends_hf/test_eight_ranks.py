@@ -10,7 +10,7 @@ import torch.distributed as dist
 from recorded_collectives import RecordedCollectives, assert_lockstep, calls_of, in_another_order, with_two_swapped
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_backends_hf import parallel
+from rl_backends_base import parallel
 from rl_backends_hf.training.worker import HFPolicyWorker
 
 WORLD = 8

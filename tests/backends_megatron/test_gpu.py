@@ -76,7 +76,7 @@ def test_a_gpu_scores_and_steps_as_transformers_does_on_a_cpu(policy, models, ki
 
 def test_optimizer_state_and_gradients_leave_the_gpu_for_a_refit_and_come_back(policy):
     made = policy(precision="bfloat16")
-    trainable = made.group.worker._trainable
+    trainable = made.group.worker.state
     made.train(cases.make_rows(seed=0), cases.NLL())
     made.offload_before_refit()
     assert {

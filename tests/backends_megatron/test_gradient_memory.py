@@ -33,7 +33,7 @@ def test_gradients_that_were_given_back_have_their_memory_again_in_the_next_step
     seen = []
 
     def give_back(worker):
-        trainable = worker._trainable
+        trainable = worker.state
         seen.append(gradient_bytes(trainable))
         trainable.free_gradients()
         trainable.free_gradients()

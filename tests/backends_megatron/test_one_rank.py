@@ -168,7 +168,7 @@ def test_a_resume_steps_with_the_settings_of_the_present_config(policy, tmp_path
     made = policy_after(policy, optimizer={"kwargs": second}, scheduler={"name": "linear", "kwargs": {"num_training_steps": 8}})
     made.load_checkpoint(tmp_path / "w", tmp_path / "o")
     assert made.train(cases.make_rows(), cases.NLL())["lr"] == pytest.approx(4e-3 * 7 / 8)
-    for group in made.group.worker._trainable.optimizer.param_groups:
+    for group in made.group.worker.state.optimizer.param_groups:
         assert (group["lr"], group["weight_decay"], *group["betas"], group["eps"]) == pytest.approx(
             (4e-3 * 7 / 8, 0.2, 0.8, 0.9, 1e-6)
         )
@@ -315,7 +315,7 @@ def test_a_frozen_policy_scores_and_has_no_optimizer(policy, models, tmp_path):
     assert float((found - expected).abs().max()) < 5e-6
     assert made.train(rows, cases.NLL(), eval_mode=True)["metrics"]["nll"] > 0
     worker = made.group.worker
-    assert not any(parameter.requires_grad for model in worker._trainable.models for parameter in model.parameters())
+    assert not any(parameter.requires_grad for model in worker.model for parameter in model.parameters())
     for ask in (lambda: made.train(rows, cases.NLL()), lambda: made.save_checkpoint(tmp_path / "w", tmp_path / "o")):
         with pytest.raises(Exception, match="is frozen") as error:
             ask()
@@ -439,7 +439,7 @@ def test_the_first_non_finite_tensor_of_a_checkpoint_is_named(policy, distribute
     made = policy("llama", precision="bfloat16", megatron_cfg={"use_distributed_optimizer": distributed})
     made.train(cases.make_rows(), cases.NLL())
     assert made.find_non_finite() is None
-    trainable = made.group._worker._trainable
+    trainable = made.group._worker.state
     names = [name for name, _ in trainable.named_state()]
     assert len(names) == len(set(names))
     assert not any("a weight" in name for name in names)

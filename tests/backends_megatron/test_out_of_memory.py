@@ -24,7 +24,7 @@ def test_full_memory_is_reported_with_phase_contents_and_keys(policy, monkeypatc
     def fail(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
-    monkeypatch.setattr(worker if failing == "_inputs" else worker._trainable, failing, fail)
+    monkeypatch.setattr(worker if failing == "_inputs" else worker.state, failing, fail)
     with pytest.raises(WorkerError) as raised:
         trained.train(rows, NLL())
     error = raised.value.__cause__

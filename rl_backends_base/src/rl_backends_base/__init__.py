@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rl_backends_base.policy_worker import PolicyWorkerBase as PolicyWorkerBase
     from rl_backends_base.torch_policy import TorchPolicyWorker as TorchPolicyWorker
     from rl_backends_base.training_state import TrainingState as TrainingState
+    from rl_backends_base.training_state import TrainingStateBase as TrainingStateBase
 
 __version__ = "0.1.0"
 __getattr__ = import_on_first_use(__name__)

@@ -28,7 +28,7 @@ from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_base.parallel import Parallel, join_ranks
 from rl_backends_base.policy_worker import ConfigT, PolicyWorkerBase
 from rl_backends_base.shards import local
-from rl_backends_base.training_state import TrainingState
+from rl_backends_base.training_state import TrainingState, TrainingStateBase
 from rl_core.backend import (
     BatchedDataDict,
     GlobalCounts,
@@ -82,7 +82,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
 
     def __init__(self, context: WorkerContext, config: ConfigT) -> None:
         super().__init__(context, config)
-        self.state: TrainingState | None = None
+        self.state: TrainingStateBase | None = None
         self.exact_weights: Mapping[str, torch.Tensor] = {}
         self._reference: HostedModel | None = None
         self._host_memory = HostMemory()
@@ -183,7 +183,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """Data type to which trained weights are rounded when they are saved or sent."""
         return self.dtype
 
-    def make_state(self) -> TrainingState | None:
+    def make_state(self) -> TrainingStateBase | None:
         """The optimizer of the trainable parameters; None if there are none."""
         masters = MasterWeights(self.trained_module, model_dtype=self.trained_dtype)
         masters.load_exact(self.exact_weights)
@@ -195,7 +195,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """The optimizer of `parameters`, by name; an override may divide them into groups."""
         return build_optimizer(parameters, self.config.optimizer)
 
-    def trainable_state(self) -> TrainingState:
+    def trainable_state(self) -> TrainingStateBase:
         """The training state; NotSupportedError if there is none."""
         self.require_trainable()
         assert self.state is not None
@@ -325,7 +325,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             learn: whether to run the backward pass.
 
         Returns:
-            Loss, without gradient, and metrics of each microbatch.
+            Loss, without gradient, and metrics of each microbatch; empty on a rank that computes none.
         """
         results = []
         for microbatch in microbatches:
@@ -364,7 +364,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             norm = state.gradient_norm()
         else:
             self.parallel.after_forward(self.model)
-        loss = torch.stack(losses).sum()
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
         broken = self.parallel.any(~(torch.isfinite(loss) & torch.isfinite(norm)))
         reduced = reduce_metrics(metrics, loss_fn.metric_reductions)
         numbers = torch.stack([broken, loss, norm, *reduced.values()]).tolist()
@@ -372,7 +372,12 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             raise self._non_finite(losses, state, norm=numbers[2])
         with explaining_memory(self, "the optimizer step"):
             lr = state.step(norm, self.config.max_grad_norm) if state is not None else 0.0
-        return StepResult(loss=numbers[1], grad_norm=numbers[2], lr=lr, metrics=dict(zip(reduced, numbers[3:], strict=True)))
+        total, by_name = self.collect_results(numbers[1], dict(zip(reduced, numbers[3:], strict=True)))
+        return StepResult(loss=total, grad_norm=numbers[2], lr=lr, metrics=by_name)
+
+    def collect_results(self, loss: float, metrics: dict[str, float]) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of this rank's rows, from the rank that computed them; all ranks call this. Unchanged by default."""
+        return loss, metrics
 
     def move(self, *, weights: torch.device, state: torch.device | None = None) -> None:
         """Move the weights, and the optimizer state if `state` is given, between the device and CPU memory."""
@@ -380,7 +385,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             return
         if next(self.model.parameters()).device != weights:
             self._host_memory.move_module(self.model, weights)
-        if state is not None and self.state is not None:
+        if state is not None and isinstance(self.state, TrainingState):
             self.state.move(state, self._host_memory)
         if _CPU in (weights, state):
             torch.cuda.current_stream().synchronize()
@@ -401,12 +406,9 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def offload_after_refit(self) -> None:
         self.move(weights=_CPU, state=_CPU)
 
-    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
-        self.trainable_state()
-        super().load_checkpoint(weights_path, optimizer_path)
-
     def weights_loaded(self) -> None:
-        self.trainable_state().masters.copy_from_model()
+        if self.state is not None:
+            self.state.weights_loaded()
 
     def save_training_state(self, folder: Path) -> None:
         self.trainable_state().save(folder)
@@ -420,7 +422,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         return in_weights if in_weights or self.state is None else self.state.find_non_finite()
 
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        masters = self.state.masters.parameters if self.state is not None else {}
+        masters = self.state.masters.parameters if isinstance(self.state, TrainingState) else {}
         return ((name, local(parameter)) for name, parameter in masters.items())
 
     def weight_shard(self) -> str:
@@ -439,11 +441,9 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
         kinds: dict[str, Iterable[torch.Tensor]] = {}
         if hasattr(self, "model"):
-            kinds["weights"] = self.model.parameters()
+            kinds["weights"] = (*self.model.parameters(), *self.model.buffers())
         if self.state is not None:
-            kinds["float32 master weights"] = self.state.masters.parameters.values()
-            kinds["gradients"] = self.state.gradients().values()
-            kinds["optimizer state"] = self.state.tensors()
+            kinds |= self.state.tensors_by_kind()
         return {kind: map(local, tensors) for kind, tensors in kinds.items()}
 
     def memory_advice(self, doing: str) -> str:
@@ -482,7 +482,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         with torch.no_grad():
             return self.logits(BatchedDataDict(input_ids=one[None] - 1, input_lengths=one)).shape[-1]
 
-    def _non_finite(self, losses: list[torch.Tensor], state: TrainingState | None, *, norm: float) -> NonFiniteError:
+    def _non_finite(self, losses: list[torch.Tensor], state: TrainingStateBase | None, *, norm: float) -> NonFiniteError:
         """The error for the first non-finite value on this rank; clears the gradients."""
         where, rank = "The non-finite value is on another rank; see its error.", self.context.rank
         broken = first_non_finite_loss(losses)

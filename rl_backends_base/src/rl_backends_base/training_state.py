@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -60,8 +61,66 @@ class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
     """Torch's planner, loading byte entries as data."""
 
 
+class TrainingStateBase(ABC):
+    """Weights and the optimizer that updates them, on one rank. All methods are called on all ranks together.
+
+    `TrainingState` has an optimizer of torch; a backend whose library has its own optimizer derives from this class.
+    """
+
+    weight_version: int = 0
+    """Number of optimizer steps taken."""
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Discard all gradients."""
+
+    @abstractmethod
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """This rank's gradients, or shards of them, by name."""
+
+    @abstractmethod
+    def gradient_norm(self) -> torch.Tensor:
+        """Sum the gradients over the ranks; scalar, the 2-norm of the full gradient."""
+
+    @abstractmethod
+    def step(self, norm: torch.Tensor, max_norm: float | None) -> float:
+        """Clip the gradients, and step optimizer and schedule.
+
+        Args:
+            norm: result of `gradient_norm`.
+            max_norm: maximum gradient norm; None disables clipping.
+
+        Returns:
+            The learning rate of the step.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards of optimizer state, float32 weights and schedule into `folder`."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote with any number of ranks; nothing in the folder is executed.
+
+        Raises:
+            CheckpointError: the folder is missing, damaged, or of another model or optimizer.
+        """
+
+    @abstractmethod
+    def tensors_by_kind(self) -> dict[str, Iterable[torch.Tensor]]:
+        """This rank's tensors other than the model's, for the error of full memory."""
+
+    def weights_loaded(self) -> None:
+        """Called after the weights of the model were loaded. By default, nothing."""
+        return None
+
+    @abstractmethod
+    def find_non_finite(self) -> str | None:
+        """The name of the first of this rank's tensors that has NaN or infinities, or None."""
+
+
 @dataclass(kw_only=True)
-class TrainingState:
+class TrainingState(TrainingStateBase):
     """The optimizer of one rank, its schedule, and the weights that it updates.
 
     Attributes:
@@ -92,28 +151,16 @@ class TrainingState:
         return self.parallel.rank % self.parallel.num_shards, self.parallel.num_shards
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None."""
         self.masters.clear_gradients()
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """This rank's gradients, or shards of them, by name."""
         return self.masters.gradients()
 
     def gradient_norm(self) -> torch.Tensor:
-        """Sum the gradients over the ranks; scalar float32, the 2-norm of the full gradient; collective."""
         self.parallel.sum_gradients(self.masters.parameters)
         return self.parallel.gradient_norm(list(self.gradients().values()))
 
     def step(self, norm: torch.Tensor, max_norm: float | None) -> float:
-        """Clip the gradients, step, and free them.
-
-        Args:
-            norm: result of `gradient_norm`.
-            max_norm: maximum gradient norm; None disables clipping.
-
-        Returns:
-            The learning rate of the step.
-        """
         if max_norm is not None:
             clip_(list(self.gradients().values()), norm, max_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -127,7 +174,6 @@ class TrainingState:
         return lr
 
     def save(self, folder: Path) -> None:
-        """Write this rank's shards into `folder`, together with all other ranks."""
         rank, world_size = self.parallel.rank, self.parallel.world_size
         folder.mkdir(parents=True, exist_ok=True)
         tensors, scalars = self._split_state()
@@ -147,14 +193,7 @@ class TrainingState:
             torch.save(trainer, folder / TRAINER_FILE)
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote with any number of ranks; nothing in the folder is executed.
-
-        The random state is restored if the folder has one for this rank; with more ranks than before, the additional ranks
-        keep their random state.
-
-        Raises:
-            CheckpointError: the folder is missing, damaged, or of another model or optimizer.
-        """
+        """See the base class. The random state is restored too; with more ranks than before, additional ranks keep theirs."""
         try:
             self._load(folder)
         except DAMAGE_ERRORS as error:
@@ -182,8 +221,17 @@ class TrainingState:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return (part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value).values())
 
+    def tensors_by_kind(self) -> dict[str, Iterable[torch.Tensor]]:
+        return {
+            "float32 master weights": self.masters.parameters.values(),
+            "gradients": self.gradients().values(),
+            "optimizer state": self.tensors(),
+        }
+
+    def weights_loaded(self) -> None:
+        self.masters.copy_from_model()
+
     def find_non_finite(self) -> str | None:
-        """The name of the first of this rank's tensors that has NaN or infinities, or None."""
         return first_non_finite(self._split_state()[0].items())
 
     def move(self, device: torch.device, memory: HostMemory) -> None:

@@ -1,4 +1,4 @@
-"""Builds a Hugging Face model on these ranks and loads its weights; also as the reference policy, and to convert a folder.
+"""Builds a Hugging Face model on these ranks and loads its weights; also to convert a folder.
 
 Weights saved by this backend are a Transformers folder for any parallelism, so only the conversion from Transformers has a
 function (`to_megatron`). It verifies that the model's table covers the whole model: all tensors that the model needs exist, and
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,36 +123,6 @@ def build_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
     for module in chunks.modules:
         module.to(ranks.device)
     return LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge, scalar=scalar)
-
-
-class ReferencePolicy:
-    """A second model, sharded like the policy. It is kept in CPU memory and moved to the device while it scores.
-
-    It is loaded from `model_name`, not copied from the policy, so it is also the initial policy after a resume, and costs
-    nothing if it is not used. Its construction is collective.
-
-    Args:
-        config: the section `policy`.
-        ranks: the ranks.
-    """
-
-    def __init__(self, config: MegatronPolicyConfig, ranks: Ranks) -> None:
-        self._device = ranks.device
-        self._models = load_model(config, ranks).chunks.modules
-        for model in self._models:
-            model.requires_grad_(False)
-            model.to("cpu")
-
-    @contextmanager
-    def on_device(self) -> Iterator[list[Any]]:
-        """The chunks, on the rank's device while the block runs."""
-        for model in self._models:
-            model.to(self._device)
-        try:
-            yield list(self._models)
-        finally:
-            for model in self._models:
-                model.to("cpu")
 
 
 _SINGLE_RANK = WorkerContext(

@@ -32,10 +32,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rl_backends_base import OptimizerSettings, build_scheduler
+from rl_backends_base import OptimizerSettings, TrainingStateBase, build_scheduler
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.megatron_internals import ENTRIES_OF_PARAMETER, GATHERED_STATE, LOADED_STATE
 from rl_backends_megatron.model import DTYPES, Chunks
+from rl_core.backend import first_non_finite
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
 
@@ -43,7 +44,7 @@ _COPIED_SETTINGS = ("betas", "momentum", "eps")
 """Settings, besides learning rate and weight decay, that a schedule or a resume may change."""
 
 
-class TrainableModel:
+class TrainableModel(TrainingStateBase):
     """Model chunks with gradients, optimizer and schedule. Its construction is collective; make all calls inside `cpu_shim`.
 
     Args:
@@ -53,7 +54,7 @@ class TrainableModel:
     Attributes:
         models: the wrapped chunks, which schedules run.
         optimizer: Megatron's optimizer.
-        weight_version: number of optimizer steps taken.
+        settings: the settings of the proxy, and its schedule.
     """
 
     def __init__(self, chunks: Chunks, config: MegatronPolicyConfig) -> None:
@@ -76,13 +77,13 @@ class TrainableModel:
             chunks.config.no_sync_func = hooks[0] if len(hooks) == 1 else hooks
         self._overlaps_gather = megatron.overlap_param_gather
         self._proxy = _proxy(config.optimizer)
-        self._proxy_settings = OptimizerSettings(self._proxy, config.optimizer, config.scheduler)
+        self.settings = OptimizerSettings(self._proxy, config.optimizer, config.scheduler)
         self.optimizer = get_megatron_optimizer(
             _settings(config),
             self.models,
             config_overrides=_no_decay_overrides(config.optimizer),
         )
-        self.weight_version = 0
+        self._chunks = chunks
 
     @property
     def sub_optimizers(self) -> list[Any]:
@@ -90,36 +91,35 @@ class TrainableModel:
         return list(getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer])
 
     def clear_gradients(self) -> None:
-        """Set all gradients to zero."""
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def gradient_norm(self) -> float:
-        """2-norm of the full gradient after a backward pass, the same on every rank; collective."""
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        return {
+            name: parameter.main_grad
+            for model in self.models
+            for name, parameter in model.module.named_parameters()
+            if hasattr(parameter, "main_grad")
+        }
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm as float64; the gradients have been summed by the backward pass."""
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        device = next(self._chunks.tensors()).device
+        return torch.tensor(float(self.optimizer.get_grad_norm()), dtype=torch.float64, device=device)
 
-    def step(self, norm: float, max_norm: float | None) -> float:
-        """Clip, step, and update the model's weights; collective.
-
-        Args:
-            norm: result of `gradient_norm`.
-            max_norm: maximum gradient norm; None disables clipping.
-
-        Returns:
-            The learning rate of the step.
-        """
+    def step(self, norm: torch.Tensor, max_norm: float | None) -> float:
         if max_norm is not None:
             for sub_optimizer in self.sub_optimizers:
                 if parameters := sub_optimizer.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=norm)
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=float(norm))
         lr = float(self._proxy.param_groups[0]["lr"])
         self._apply_proxy_settings()
         self.optimizer.step_with_ready_grads()
         # Without gradients the proxy does not change; torch requires a step before the schedule's.
         self._proxy.step()
-        self._proxy_settings.scheduler.step()
+        self.settings.scheduler.step()
         self.weight_version += 1
         return lr
 
@@ -146,14 +146,6 @@ class TrainableModel:
         if master is not None:
             master.copy_(values if master.shape == values.shape else values.flatten()[self._local_slice(parameter)])
 
-    def schedule_state(self) -> dict[str, Any]:
-        """The optimizer's settings, the schedule's state, and the learning rate of the next step."""
-        return self._proxy_settings.state_dict()
-
-    def load_schedule_state(self, state: dict[str, Any], *, steps: int, source: str) -> None:
-        """Continue from `schedule_state` with the current settings; see `OptimizerSettings.load_state_dict`."""
-        self._proxy_settings.load_state_dict(state, steps=steps, source=source)
-
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of this rank's float32 weights and optimizer state, under Megatron's weight names."""
         names: dict[int, str] = {}
@@ -170,11 +162,18 @@ class TrainableModel:
                         if isinstance(value, torch.Tensor):
                             yield f"{key} of {name}", value
 
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """Megatron's buffers of all gradients."""
-        return (buffer.grad_data for model in self.models for buffer in (*model.buffers, *model.expert_parallel_buffers))
+    def tensors_by_kind(self) -> dict[str, Iterable[torch.Tensor]]:
+        buffers = (each for model in self.models for each in (*model.buffers, *model.expert_parallel_buffers))
+        return {
+            "float32 master weights": self._chunks.master_weights(),
+            "gradients": [buffer.grad_data for buffer in buffers],
+            "optimizer state": [each for name, each in self.named_state() if not name.startswith("float32 ")],
+        }
 
-    def move_state(self, device: torch.device | str) -> None:
+    def find_non_finite(self) -> str | None:
+        return first_non_finite(self.named_state())
+
+    def move(self, device: torch.device) -> None:
         """Move the optimizer's state to `device`; weights and their float32 copies are not moved."""
         for sub_optimizer in self.sub_optimizers:
             for state in sub_optimizer.state.values():
@@ -209,49 +208,6 @@ class TrainableModel:
             if "fused" in group:
                 # One pass over memory instead of ten.
                 group["fused"] = True
-
-
-class FrozenModel:
-    """Replaces `TrainableModel` for a model that only scores (`policy.frozen`): no gradients, no optimizer.
-
-    Args:
-        chunks: this rank's model chunks, which are frozen.
-    """
-
-    weight_version = 0
-
-    def __init__(self, chunks: Chunks) -> None:
-        self.models: list[Any] = list(chunks.modules)
-        for module in chunks.modules:
-            module.requires_grad_(False)
-
-    def clear_gradients(self) -> None:
-        """Do nothing: there are no gradients."""
-
-    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Empty: there is no optimizer state."""
-        return iter(())
-
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """Empty: there are no gradients."""
-        return iter(())
-
-    def complete_weights(self) -> None:
-        """Do nothing: weights are always complete."""
-
-    @torch.no_grad()
-    def set_weight(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Set a weight of the model."""
-        parameter.copy_(values)
-
-    def move_state(self, device: torch.device | str) -> None:
-        """Do nothing: there is no optimizer state."""
-
-    def free_gradients(self) -> None:
-        """Do nothing: there are no gradients."""
-
-    def restore_gradients(self) -> None:
-        """Do nothing: there are no gradients."""
 
 
 def check_optimizer(config: MegatronPolicyConfig) -> None:

@@ -35,51 +35,112 @@ from rl_backends_base import (
     reason_of,
     write_error,
 )
+from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.megatron_internals import CHECKPOINT_PLANNER, CHECKPOINT_READER, RESULTS_QUEUE
+from rl_backends_megatron.model import Chunks
 from rl_backends_megatron.optimizer import TrainableModel, init_state, match_layout, patched_state_io, separate_step_counters
 from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError
 
+SHARDS_OPTIMIZER: Final = "policy.megatron_cfg.use_distributed_optimizer"
 _FORMAT: Final = 2
 _TENSORS: Final = "tensors"
 
 
-def save(trainable: TrainableModel, folder: Path, ranks: Ranks, settings: dict[str, Any]) -> None:
-    """Write this rank's shards into `folder`, together with all other ranks.
+class MegatronState(TrainableModel):
+    """A trainable model that saves and loads its state.
 
     Args:
-        trainable: the model and its optimizer.
-        folder: created if it does not exist.
+        chunks: as in `TrainableModel`.
+        config: the section `policy`.
         ranks: the ranks.
-        settings: values of the config that cannot change when a run is resumed.
     """
-    tensors = folder / _TENSORS
-    if ranks.rank == 0:
-        tensors.mkdir(parents=True, exist_ok=True)
-        for old in tensors.iterdir():
-            old.unlink()
-    torch.distributed.barrier()
-    # Otherwise the writer starts a process for this queue, which imports the main module again, and forks others that write:
-    # a lock that a thread of this process holds stays locked in them, and the writer would wait for ever.
-    RESULTS_QUEUE.replace(queue.Queue())
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
-    for part in trainable.sub_optimizers:
-        if not part.state:
+
+    def __init__(self, chunks: Chunks, config: MegatronPolicyConfig, ranks: Ranks) -> None:
+        super().__init__(chunks, config)
+        self._config, self._ranks = config, ranks
+
+    def save(self, folder: Path) -> None:
+        tensors = folder / _TENSORS
+        if self._ranks.rank == 0:
+            tensors.mkdir(parents=True, exist_ok=True)
+            for old in tensors.iterdir():
+                old.unlink()
+        torch.distributed.barrier()
+        # Otherwise the writer starts a process for this queue, which imports the main module again, and forks others that
+        # write: a lock that a thread of this process holds stays locked in them, and the writer would wait for ever.
+        RESULTS_QUEUE.replace(queue.Queue())
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+        for part in self.sub_optimizers:
+            if not part.state:
+                init_state(part)
+        with cpu_shim(), patched_state_io(self.sub_optimizers):
+            try:
+                dist_checkpointing.save(self._sharded(loading=False), str(tensors))
+            except CheckpointException as error:  # derives from BaseException
+                raise write_error(tensors, error) from error
+        if self._ranks.rank == 0:
+            values = {
+                "format": _FORMAT,
+                "weight_version": self.weight_version,
+                "schedule": self.settings.state_dict(),
+                "facts": self._fixed_settings(),
+            }
+            torch.save(values, folder / TRAINER_FILE)
+
+    def load(self, folder: Path) -> None:
+        values = read_trainer_file(folder, expected_format=_FORMAT)
+        if missing := {"weight_version", "schedule", "facts"} - values.keys():
+            raise CheckpointError(f"{folder / TRAINER_FILE} is damaged: it has no `{min(missing)}`. Use another checkpoint.")
+        for name, value in self._fixed_settings().items():
+            saved = values["facts"].get(name)
+            if saved != value:
+                raise CheckpointError(
+                    f"{folder} was written with {name} = {saved!r}, and this policy has {value!r}; the optimizer state has "
+                    "another format with each. Resume with the config that wrote it; only the arrangement of ranks can change."
+                )
+        for part in self.sub_optimizers:
             init_state(part)
-    with cpu_shim(), patched_state_io(trainable.sub_optimizers):
         try:
-            dist_checkpointing.save(_sharded(trainable, loading=False), str(tensors))
-        except CheckpointException as error:  # derives from BaseException
-            raise write_error(tensors, error) from error
-    if ranks.rank == 0:
-        values = {
-            "format": _FORMAT,
-            "weight_version": trainable.weight_version,
-            "schedule": trainable.schedule_state(),
-            "facts": settings,
+            with cpu_shim(), patched_state_io(self.sub_optimizers):
+                target = self._sharded(loading=True)
+                state = load_as_data(target, folder / _TENSORS)["optimizer"]
+                self.optimizer.load_state_dict(match_layout(target["optimizer"], state, steps=values["weight_version"]))
+        except (CheckpointingException, CheckpointException, *DAMAGE_ERRORS) as error:
+            raise CheckpointError(f"{folder} is damaged, or of another model: {reason_of(error)}") from error
+        for part in self.sub_optimizers:
+            separate_step_counters(part)
+        self.settings.load_state_dict(values["schedule"], steps=values["weight_version"], source=str(folder))
+        self.weight_version = values["weight_version"]
+
+    def _sharded(self, *, loading: bool) -> dict[str, Any]:
+        """The optimizer state as Megatron's distributed checkpoint describes it: this rank's shards and their global names."""
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            # Gathered on the first data-parallel rank only. Otherwise, all of them have the whole state in memory.
+            "distrib_optim_fully_reshardable_mem_efficient": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "chained_optim_avoid_prefix": True,
         }
-        torch.save(values, folder / TRAINER_FILE)
+        weights = {
+            f"model{number}": each.module.sharded_state_dict(metadata=metadata) for number, each in enumerate(self.models)
+        }
+        if len(weights) == 1:
+            weights = weights["model0"]
+        return {"optimizer": self.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)}
+
+    def _fixed_settings(self) -> dict[str, Any]:
+        """Settings that determine the format of the optimizer state, so they cannot change when a run is resumed."""
+        config = self._config
+        return {
+            "policy.precision": config.dtype_name,
+            "policy.optimizer.name": config.optimizer.name,
+            # Checkpoints from before there was a choice of heads do not have this key.
+            **({"policy.head": "scalar"} if config.head == "scalar" else {}),
+            "policy.optimizer.kwargs.decay_matrices_only": bool(config.optimizer.kwargs.get("decay_matrices_only", False)),
+            SHARDS_OPTIMIZER: config.megatron_cfg.use_distributed_optimizer,
+        }
 
 
 def _write_here(
@@ -99,63 +160,12 @@ def _write_here(
 
 
 def saved_setting(folder: Path, name: str) -> Any:
-    """A value of `settings` of `save`, or None if the folder has none.
+    """A setting under which a folder was written, such as `policy.precision`; None if the folder does not have it.
 
     Raises:
         CheckpointError: the folder is missing or damaged.
     """
     return read_trainer_file(folder, expected_format=_FORMAT).get("facts", {}).get(name)
-
-
-def load(trainable: TrainableModel, folder: Path, settings: dict[str, Any]) -> None:
-    """Continue from what `save` wrote with any number and arrangement of ranks, together with all other ranks.
-
-    Nothing in the folder is executed.
-
-    Raises:
-        CheckpointError: the folder is missing, damaged, or of another configuration.
-    """
-    values = read_trainer_file(folder, expected_format=_FORMAT)
-    if missing := {"weight_version", "schedule", "facts"} - values.keys():
-        raise CheckpointError(f"{folder / TRAINER_FILE} is damaged: it has no `{min(missing)}`. Use another checkpoint.")
-    for name, value in settings.items():
-        saved = values["facts"].get(name)
-        if saved != value:
-            raise CheckpointError(
-                f"{folder} was written with {name} = {saved!r}, and this policy has {value!r}; the optimizer state has another "
-                "format with each. Resume with the config that wrote it; only the arrangement of ranks can change."
-            )
-    for part in trainable.sub_optimizers:
-        init_state(part)
-    try:
-        with cpu_shim(), patched_state_io(trainable.sub_optimizers):
-            target = _sharded(trainable, loading=True)
-            state = load_as_data(target, folder / _TENSORS)["optimizer"]
-            trainable.optimizer.load_state_dict(match_layout(target["optimizer"], state, steps=values["weight_version"]))
-    except (CheckpointingException, CheckpointException, *DAMAGE_ERRORS) as error:
-        raise CheckpointError(f"{folder} is damaged, or of another model: {reason_of(error)}") from error
-    for part in trainable.sub_optimizers:
-        separate_step_counters(part)
-    trainable.load_schedule_state(values["schedule"], steps=values["weight_version"], source=str(folder))
-    trainable.weight_version = values["weight_version"]
-
-
-def _sharded(trainable: TrainableModel, *, loading: bool) -> dict[str, Any]:
-    """The optimizer state as Megatron's distributed checkpoint describes it: this rank's shards and their global names."""
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Gathered on the first data-parallel rank only. Otherwise, all of them have the whole state in memory.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "chained_optim_avoid_prefix": True,
-    }
-    weights = {
-        f"model{number}": model.module.sharded_state_dict(metadata=metadata) for number, model in enumerate(trainable.models)
-    }
-    if len(weights) == 1:
-        weights = weights["model0"]
-    state = trainable.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
-    return {"optimizer": state}
 
 
 def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_backends_base import Parallel, TorchPolicyWorker, TrainingState
+from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
 from rl_backends_hf.config import HFPolicyConfig, policy_advice
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
@@ -160,10 +160,10 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         # Adapters are float32 with a base of any dtype, and are saved unrounded.
         return self.dtype if self._adapters is None else torch.float32
 
-    def make_state(self) -> TrainingState | None:
+    def make_state(self) -> TrainingStateBase | None:
         return None if self._quantized else super().make_state()
 
-    def trainable_state(self) -> TrainingState:
+    def trainable_state(self) -> TrainingStateBase:
         if self.state is None and not self.config.frozen:
             raise NotSupportedError(
                 f"{self.config.model_name} was loaded with quantized weights (load_in_8bit or load_in_4bit), and this policy "
@@ -271,6 +271,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         return self._exported
 
     def load_weights(self, folder: Path) -> None:
+        self.trainable_state()
         self._exported.load(folder)
 
     def find_tokenizer(self) -> Any:
