@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -132,7 +132,7 @@ class ScoringInput:
         flat = numbers.new_zeros(self.shape[0] * self.shape[1], *numbers.shape[1:])
         return flat.index_put((self.output_index,), numbers).view(*self.shape, *numbers.shape[1:])
 
-    def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
+    def with_candidates(self, candidates: torch.Tensor) -> Self:
         """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
         extra = to_device(candidates, self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))

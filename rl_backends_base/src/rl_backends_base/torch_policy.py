@@ -7,7 +7,7 @@ CPU in one tensor, and only then is the step taken. A NaN anywhere therefore lea
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -16,15 +16,10 @@ import torch
 from torch import nn
 
 from rl_backends_base.host_memory import HostedModel, HostMemory
-from rl_backends_base.microbatches import (
-    ScoringInput,
-    first_non_finite_loss,
-    non_finite_step_error,
-    padded_input,
-    reduce_metrics,
-)
+from rl_backends_base.microbatches import ScoringInput, padded_input, reduce_metrics
 from rl_backends_base.optimizer import MasterWeights, build_optimizer
 from rl_backends_base.optimizer_settings import OptimizerSettings
+from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch, non_finite_error, training_mode
 from rl_backends_base.parallel import Parallel, join_ranks
 from rl_backends_base.policy_worker import ConfigT, PolicyWorkerBase
 from rl_backends_base.shards import local
@@ -43,12 +38,11 @@ from rl_core.backend import (
     weights_of,
 )
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import InvalidComponentError, NonFiniteError, NotSupportedError
+from rl_core.errors import InvalidComponentError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import explaining_memory, halved
 
 _CPU = torch.device("cpu")
-LossAndMetrics = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
@@ -74,7 +68,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         model: the model; while the reference policy scores, that of the reference.
         parallel: the ranks; set by `load`.
         state: the optimizer and the weights that it updates; None if the model is frozen.
-        exact_weights: name to float32 value of weights that were rounded when the model was loaded, for the master weights.
+        exact_weights: name to float32 value of weights that were rounded when the model was loaded; masters start there.
     """
 
     model: nn.Module
@@ -146,11 +140,11 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         return Parallel(self.context)
 
     def place(self) -> None:
-        """Round the parameters of `self.model` to `self.dtype`, and move it to the device; sets `exact_weights`."""
+        """Round the parameters of `self.model` to `self.dtype`, and move it to the device, without dropout."""
         if self.dtype != torch.float32 and not self.config.frozen:
             self.exact_weights = {name: each.detach() for name, each in self.trained_module.named_parameters()}
         _round(self.model, self.dtype)
-        self.model.to(self.device)
+        self.model.to(self.device).eval()
 
     def load(self) -> PolicyFacts:
         self.parallel = self.join()
@@ -214,7 +208,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         Returns:
             [b, T], with candidates [b, T, 1 + K], float32; 0.0 for tokens that are not scored.
         """
-        inputs, batch = self._read(microbatch, training=training)
+        inputs, batch = self._rows_to_score(microbatch, training=training)
         is_scalar = self.config.head == "scalar"
         if is_scalar or (candidates_key is None and type(self).token_logprobs is not TorchPolicyWorker.token_logprobs):
             numbers = self.values(batch) if is_scalar else self.token_logprobs(batch)
@@ -229,7 +223,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
 
     def score_topk(self, microbatch: BatchedDataDict[Any], k: int) -> Mapping[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of one microbatch."""
-        inputs, batch = self._read(microbatch, training=False)
+        inputs, batch = self._rows_to_score(microbatch, training=False)
         logits = self._next_logits(inputs, batch)
         top, ids = logits.topk(k, dim=-1)
         logprobs = top - logits.logsumexp(-1, keepdim=True)
@@ -276,42 +270,10 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         _round(model, self.dtype)
         return model
 
-    @contextmanager
-    def training_mode(self, *, learn: bool, dropout: bool) -> Iterator[None]:
-        """The model is in the mode of a forward and, if it learns, backward pass while the block runs.
-
-        Without dropout, all modules stay in evaluation mode, as for scoring: dropout, layerdrop and router noise are off, and
-        log-probabilities equal those of `get_logprobs`. Three kinds of modules need the training flag: layers that recompute
-        activations check it, and cuDNN for recurrent ones, so their own drop probabilities are set to 0 while the block runs;
-        and the dropout of LoRA adapters is configured explicitly (`lora.dropout`), so it stays on.
-
-        Args:
-            learn: whether gradients are computed.
-            dropout: whether the model's own dropout may be on; see `LossFunction.allows_dropout`.
-        """
-        self.model.train(learn and dropout)
-        changed: list[tuple[nn.Module, str, float]] = []
-        if learn and not dropout:
-            for module in self.model.modules():
-                if getattr(module, "gradient_checkpointing", False) or isinstance(module, nn.RNNBase):
-                    module.training = True
-                    changed += [(module, name, value) for name, value in _drop_probabilities(module)]
-                adapter: Any = getattr(module, "lora_dropout", None)
-                if isinstance(adapter, nn.Module):
-                    module.training = True
-                    adapter.train()
-        for module, name, _ in changed:
-            setattr(module, name, 0.0)
-        try:
-            yield
-        finally:
-            for module, name, value in changed:
-                setattr(module, name, value)
-
     def forward_backward(
         self,
         microbatches: Iterable[BatchedDataDict[Any]],
-        loss_of: Callable[[torch.Tensor, BatchedDataDict[Any]], LossAndMetrics],
+        loss_of: LossOfMicrobatch,
         *,
         candidates_key: str | None,
         learn: bool,
@@ -344,20 +306,11 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             NonFiniteError: on every rank, if a loss or gradient on any rank is NaN or infinite; nothing has changed.
         """
         state, device = None if eval_mode else self.trainable_state(), self.device
-        seqs, toks = (torch.full((), n, dtype=torch.float32, device=device) for n in (counts.valid_seqs, counts.valid_toks))
-
-        def loss_of(scored: torch.Tensor, microbatch: BatchedDataDict[Any]) -> LossAndMetrics:
-            batch = microbatch.to(device)
-            if loss_fn.candidates_key is None:
-                return loss_fn(scored, batch, seqs, toks)
-            # In a new dict, which is freed after the loss, with its graph.
-            batch = BatchedDataDict({**batch, "candidate_logprobs": scored[..., 1:]})
-            return loss_fn(scored[..., 0], batch, seqs, toks)
-
+        loss_of = LossOfMicrobatch(loss_fn, counts, device)
         learn, norm = state is not None, torch.zeros((), device=device)
         if state is not None:
             state.clear_gradients()
-        with self.training_mode(learn=learn, dropout=loss_fn.allows_dropout), torch.set_grad_enabled(learn):
+        with training_mode(self.model, learn=learn, dropout=loss_fn.allows_dropout), torch.set_grad_enabled(learn):
             results = self.forward_backward(microbatches, loss_of, candidates_key=loss_fn.candidates_key, learn=learn)
         losses, metrics = [loss for loss, _ in results], [each for _, each in results]
         if state is not None:
@@ -369,7 +322,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         reduced = reduce_metrics(metrics, loss_fn.metric_reductions)
         numbers = torch.stack([broken, loss, norm, *reduced.values()]).tolist()
         if numbers[0] > 0:
-            raise self._non_finite(losses, state, norm=numbers[2])
+            raise non_finite_error(losses, state, norm=numbers[2], rank=self.context.rank)
         with explaining_memory(self, "the optimizer step"):
             lr = state.step(norm, self.config.max_grad_norm) if state is not None else 0.0
         total, by_name = self.collect_results(numbers[1], dict(zip(reduced, numbers[3:], strict=True)))
@@ -447,15 +400,25 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         return {kind: map(local, tensors) for kind, tensors in kinds.items()}
 
     def memory_advice(self, doing: str) -> str:
-        keys, training = [], doing == "training"
-        if training or doing == "scoring":
-            keys += halved(*self.config.microbatch_limit(training=training))
-        if self.config.dtype_name == "float32":
-            keys.append("set `precision: bfloat16`")
+        keys = self.phase_keys(doing)
+        if doing in ("training", "scoring"):
+            keys = halved(*self.config.microbatch_limit(training=doing == "training")) + keys
+        elif doing == "a refit":
+            keys.append("lower `policy.generation.refit_buffer_mib`")
+        if not keys or doing in ("loading", "the optimizer step"):
+            keys += self.size_keys(doing)
         keys.append("let the engine use less of the GPU, if both share it")
         return f"In the section of this model: {'; or '.join(keys)}."
 
-    def _read(self, microbatch: BatchedDataDict[Any], *, training: bool) -> tuple[ScoringInput, BatchedDataDict[Any]]:
+    def phase_keys(self, doing: str) -> list[str]:
+        """Further keys that lower the memory of a phase, such as "scoring", for the error of full memory."""
+        return []
+
+    def size_keys(self, doing: str) -> list[str]:
+        """Keys that lower the memory of the model itself, for that error."""
+        return ["set `precision: bfloat16`"] if self.config.dtype_name == "float32" else []
+
+    def _rows_to_score(self, microbatch: BatchedDataDict[Any], *, training: bool) -> tuple[ScoringInput, BatchedDataDict[Any]]:
         """Which tokens to score, and the batch of `logits`, trimmed to the longest row."""
         rows, shift = self._splitter.read(microbatch, training=training), int(self.config.head == "tokens")
         inputs = padded_input(rows.input_ids, rows.lengths, device=self.device, shift=shift, mask=rows.mask)
@@ -482,31 +445,9 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         with torch.no_grad():
             return self.logits(BatchedDataDict(input_ids=one[None] - 1, input_lengths=one)).shape[-1]
 
-    def _non_finite(self, losses: list[torch.Tensor], state: TrainingStateBase | None, *, norm: float) -> NonFiniteError:
-        """The error for the first non-finite value on this rank; clears the gradients."""
-        where, rank = "The non-finite value is on another rank; see its error.", self.context.rank
-        broken = first_non_finite_loss(losses)
-        if broken is not None:
-            where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {rank} is {float(losses[broken])}."
-        else:
-            for name, gradient in state.gradients().items() if state is not None else ():
-                if not bool(torch.isfinite(local(gradient)).all()):
-                    where = f"The losses are finite; the first non-finite gradient on rank {rank} is that of {name}."
-                    break
-        step = 1
-        if state is not None:
-            state.clear_gradients()
-            step = state.weight_version + 1
-        return non_finite_step_error(step, where, norm=norm)
-
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
     """Round the floating-point parameters, and no buffers."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _drop_probabilities(module: nn.Module) -> list[tuple[str, float]]:
-    """Attributes of the module itself such as `dropout`, `activation_dropout` or `layerdrop`."""
-    return [(name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]

@@ -12,7 +12,6 @@ from rl_backends_hf.model_options import LoRAConfig as LoRAConfig
 from rl_backends_hf.static_checks import model_problems, target_problems
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, TokenizerConfig
-from rl_core.interfaces.worker_context import halved
 from rl_core.plugins.component import unmet_needs
 
 if TYPE_CHECKING:
@@ -153,37 +152,8 @@ class HFGenerationConfig(GenerationConfig):
         return super().for_policy(policy).model_copy(update={"hf_cfg": own.model_copy(update=filled)})
 
 
-def policy_advice(config: HFPolicyConfig, doing: str) -> str:
-    """Which keys of the section lower the memory of a phase, such as "scoring".
-
-    Args:
-        config: the section of the model.
-        doing: the phase, as `rl_core.interfaces.worker_context.explaining_memory` names it.
-    """
-    hf, keys = config.hf_cfg, []
-    training = doing == "training"
-    if training or doing == "scoring":
-        keys += halved(*config.microbatch_limit(training=training))
-        if training and not config.activation_checkpointing:
-            keys.append("set `activation_checkpointing: true`")
-        keys += halved("hf_cfg.logprob_chunk_tokens", hf.logprob_chunk_tokens, 64)
-    elif doing == "sampling":
-        keys += halved("generation.hf_cfg.max_batch_rows", config.own_sampler.hf_cfg.max_batch_rows)
-    elif doing == "a refit":
-        keys.append("lower `policy.generation.refit_buffer_mib`")
-    if not keys or doing in ("loading", "the optimizer step"):
-        if hf.lora is None and not config.frozen:
-            keys.append("train adapters (`hf_cfg.lora: {}`)")
-        if hf.data_parallel != "fsdp2":
-            keys.append("shard the model over several ranks (`hf_cfg.data_parallel: fsdp2`)")
-        if config.dtype_name == "float32" and doing == "loading":
-            keys.append("set `precision: bfloat16`")
-    keys.append("let the engine use less of the GPU, if both share it")
-    return f"In the section of this model: {'; or '.join(keys)}."
-
-
 def generation_advice(config: HFGenerationConfig, doing: str) -> str:
-    """Which keys of the engine's section lower the memory of a phase; see `policy_advice`."""
+    """Which keys of the engine's section lower the memory of a phase, such as "sampling"."""
     hf, section = config.hf_cfg, "policy.generation.hf_cfg"
     if doing == "loading":
         return f"Set `{section}.precision: bfloat16`, or use a smaller model."

@@ -10,7 +10,7 @@ from typing import Any
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters
-from rl_backends_hf.weights_folder import save_weights
+from rl_backends_hf.weights_folder import WholeModel
 from rl_core.config.section import model_files
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.conversion import Conversion
@@ -37,7 +37,8 @@ def to_folder(conversion: Conversion) -> None:
     adapters = LoraAdapters(model, lora, base=policy.model_name, head=policy.head)
     adapters.load(source)
     adapters.merge_and_unload()
-    save_weights(model, output, dtype=DTYPES[policy.dtype_name], rank=0, name=policy.model_name)
+    whole = WholeModel(model, dtype=DTYPES[policy.dtype_name], head=policy.head, name=policy.model_name)
+    whole.save(output, rank=0)
     _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
 
 

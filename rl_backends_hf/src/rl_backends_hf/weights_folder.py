@@ -67,48 +67,70 @@ class WholeModel:
         }
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_weights(self._model, dtype=self._dtype, names=None if names is None else list(names))
+        """Name and full tensor of each weight, of tied weights only the first; float32 masters are rounded to the dtype."""
+        weights = weights_of(self._model)
+        for name in weights if names is None else names:
+            tensor = whole(weights[name].detach())
+            is_master = isinstance(weights[name], torch.nn.Parameter) and tensor.dtype == torch.float32
+            yield name, tensor.to(self._dtype) if is_master else tensor
 
     def save(self, folder: Path, *, rank: int) -> None:
-        save_weights(self._model, folder, dtype=self._dtype, rank=rank, name=self._name)
+        gathered: dict[str, torch.Tensor] = {}
+        for key, tensor in self.iter_weights():
+            if rank == 0:
+                gathered[key] = tensor.cpu()
+        if rank != 0:
+            return
+        for key, tied_to in _tied_names(self._model).items():
+            gathered[key] = gathered[tied_to]
+        with _other_configs(self._model):
+            self._model.save_pretrained(folder, state_dict=gathered)
+        self.save_config(folder)
 
     def save_config(self, folder: Path) -> None:
-        save_model_config(self._model, folder, dtype=self._dtype, name=self._name)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self._model
+        config = copy.deepcopy(model.config)
+        config.dtype = self._dtype
+        own, named = type(model).__name__.removeprefix("FSDP"), (config.architectures or [""])[0]
+        if CLASSIFIER in own or not named or hasattr(transformers, named):  # else the name of a class with its own code
+            config.architectures = [own]
+        config.save_pretrained(folder)
+        if (file := published_file(self._name, _GENERATION)) is not None:
+            shutil.copyfile(file, folder / _GENERATION)  # Transformers refuses to write some that it reads
+        elif model.can_generate():
+            model.generation_config.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        load_weights(self._model, folder, head=self._head)
-
-
-def full_weights(
-    model: PreTrainedModel, *, dtype: torch.dtype, names: list[str] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and full tensor of each weight; of tied weights only the first; collective if they are sharded.
-
-    Args:
-        model: possibly sharded.
-        dtype: float32 parameters that are masters of another dtype are rounded to it.
-        names: these, in this order; all by default.
-    """
-    weights = weights_of(model)
-    for name in weights if names is None else names:
-        tensor = whole(weights[name].detach())
-        is_master = isinstance(weights[name], torch.nn.Parameter) and tensor.dtype == torch.float32
-        yield name, tensor.to(dtype) if is_master else tensor
-
-
-def save_weights(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, rank: int, name: str) -> None:
-    """Write safetensors and the configs of the model `name` into `folder` from rank 0; collective."""
-    gathered: dict[str, torch.Tensor] = {}
-    for key, tensor in full_weights(model, dtype=dtype):
-        if rank == 0:
-            gathered[key] = tensor.cpu()
-    if rank != 0:
-        return
-    for key, tied_to in tied_names(model).items():
-        gathered[key] = gathered[tied_to]
-    with _other_configs(model):
-        model.save_pretrained(folder, state_dict=gathered)
-    save_model_config(model, folder, dtype=dtype, name=name)
+        """Load the model's weights from `folder`; each rank reads its shards. After an error, the weights are unchanged."""
+        if not (folder / "config.json").is_file():
+            adapter = " It contains an adapter: resume with the same `policy.hf_cfg.lora` that wrote it."
+            there = adapter if (folder / "adapter_config.json").is_file() else ""
+            raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
+        model, first = self._model, next(self._model.parameters())
+        reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None
+        loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else AUTO_CLASSES[self._head]
+        try:
+            with report_as_error(str(folder), CheckpointError):
+                loaded, report = loader.from_pretrained(
+                    folder,
+                    dtype=model.dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    # Load data only: no code from the folder, from a pickle, or from a kernel that its config names.
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    attn_implementation="eager",
+                )
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"Cannot read the weights in {folder}: {type(error).__name__}: {error}") from error
+        check_loaded(loaded, report, name=str(folder), error=CheckpointError)
+        saved, own = weights_of(loaded), weights_of(model)
+        _check_same_model(saved, own, folder)
+        for name, tensor in own.items():
+            fill(tensor, saved[name].detach())
 
 
 @contextmanager
@@ -122,22 +144,7 @@ def _other_configs(model: PreTrainedModel) -> Iterator[None]:
         model.config, model.generation_config = config, generation
 
 
-def save_model_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, name: str) -> None:
-    """Write the config and generation config of the model `name` with weights of `dtype`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    own, named = type(model).__name__.removeprefix("FSDP"), (config.architectures or [""])[0]
-    if CLASSIFIER in own or not named or hasattr(transformers, named):  # else the name of a class with its own code
-        config.architectures = [own]
-    config.save_pretrained(folder)
-    if (file := published_file(name, _GENERATION)) is not None:
-        shutil.copyfile(file, folder / _GENERATION)  # Transformers refuses to write some that it reads
-    elif model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
+def _tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Each name of a tied weight that `weights_of` omits, to the name under which it is included."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -146,42 +153,6 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
             tied[name] = first[id(parameter)]
         first.setdefault(id(parameter), name)
     return tied
-
-
-def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
-    """Load the model's weights from `folder`; each rank reads its shards.
-
-    Raises:
-        CheckpointError: the folder is missing, incomplete, or has another model; the weights are unchanged.
-    """
-    if not (folder / "config.json").is_file():
-        adapter = " It contains an adapter: resume with the same `policy.hf_cfg.lora` that wrote it."
-        there = adapter if (folder / "adapter_config.json").is_file() else ""
-        raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
-    first = next(model.parameters())
-    reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None
-    loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else AUTO_CLASSES[head]
-    try:
-        with report_as_error(str(folder), CheckpointError):
-            loaded, report = loader.from_pretrained(
-                folder,
-                dtype=model.dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                # Load data only: no code from the folder, from a pickle, or from a kernel that its config names.
-                trust_remote_code=False,
-                use_safetensors=True,
-                attn_implementation="eager",
-            )
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"Cannot read the weights in {folder}: {type(error).__name__}: {error}") from error
-    check_loaded(loaded, report, name=str(folder), error=CheckpointError)
-    saved, own = weights_of(loaded), weights_of(model)
-    _check_same_model(saved, own, folder)
-    for name, tensor in own.items():
-        fill(tensor, saved[name].detach())
 
 
 def _shard_like(model: PreTrainedModel, empty: PreTrainedModel) -> None:

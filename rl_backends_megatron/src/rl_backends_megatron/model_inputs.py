@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl_backends_base import MicrobatchSplitter, scored_tokens
+from rl_backends_base.microbatches import ScoringInput
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.layers import PackedRows, packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
@@ -16,31 +17,16 @@ from rl_core.data.shared_prefix import pack_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelInput:
-    """One microbatch on one rank, with M scored tokens.
+class ModelInput(ScoringInput):
+    """One microbatch on one rank, with M scored tokens; `input_ids` are the tokens of this context-parallel rank.
 
     Attributes:
-        input_ids: [b, L] or, packed, [1, N] int64; the tokens of this context-parallel rank.
-        position_ids: of the same shape; Megatron itself computes rotary positions.
+        position_ids: of the shape of `input_ids`; Megatron itself computes rotary positions.
         packing: boundaries of packed rows; None for padded rows.
-        hidden_index: [M] int64; index of the hidden state (of b * L or N) from which the token is scored.
-        targets: [M] int64, the tokens; or [M, 1 + K], each token and K candidates for its position.
-        output_index: [M] int64; index of the result in the flattened [b, T].
-        shape: (b, T) of the original microbatch.
     """
 
-    input_ids: torch.Tensor
     position_ids: torch.Tensor
     packing: PackedRows | None
-    hidden_index: torch.Tensor
-    targets: torch.Tensor
-    output_index: torch.Tensor
-    shape: tuple[int, int]
-
-    def with_candidates(self, candidates: torch.Tensor) -> ModelInput:
-        """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
-        extra = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
-        return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
 
 
 class Microbatcher(MicrobatchSplitter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
-from rl_backends_megatron.config import MegatronPolicyConfig, memory_advice
+from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch
+from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model, load_model
@@ -39,8 +40,6 @@ from rl_core.config.schema import GenerationConfig
 from rl_core.data.tokenizer import decode
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import LossFunction
-
-LossAndMetrics = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
@@ -143,7 +142,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
     def forward_backward(
         self,
         microbatches: Iterable[BatchedDataDict[Any]],
-        loss_of: Callable[[torch.Tensor, BatchedDataDict[Any]], LossAndMetrics],
+        loss_of: LossOfMicrobatch,
         *,
         candidates_key: str | None,
         learn: bool,
@@ -168,8 +167,17 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         results: tuple[float, dict[str, float]] = self._ranks.from_last_stage((loss, metrics))
         return results
 
-    def memory_advice(self, doing: str) -> str:
-        return memory_advice(self.config, doing)
+    def phase_keys(self, doing: str) -> list[str]:
+        recomputes = self.config.activation_checkpointing or self.config.megatron_cfg.recompute_granularity == "full"
+        return ["set `activation_checkpointing: true`"] if doing == "training" and not recomputes else []
+
+    def size_keys(self, doing: str) -> list[str]:
+        megatron, keys = self.config.megatron_cfg, []
+        if not (self.config.frozen or megatron.use_distributed_optimizer):
+            keys.append("shard the optimizer state (`megatron_cfg.use_distributed_optimizer: true`)")
+        ranks = megatron.tensor_model_parallel_size
+        keys.append(f"raise `megatron_cfg.tensor_model_parallel_size` from {ranks} to {2 * ranks}")
+        return keys + super().size_keys(doing)
 
     def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
         self.move(weights=self.device)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
-from rl_backends_hf.config import HFPolicyConfig, policy_advice
+from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.matrix_sizes import matrix_sizes
@@ -47,6 +47,7 @@ from rl_core.backend import (
 )
 from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction
+from rl_core.interfaces.worker_context import halved
 
 
 class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
@@ -226,8 +227,23 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         if self.config.hf_cfg.device_map is None and not self._quantized:
             super().move(weights=weights, state=state)
 
-    def memory_advice(self, doing: str) -> str:
-        return policy_advice(self.config, doing)
+    def phase_keys(self, doing: str) -> list[str]:
+        hf, keys = self.config.hf_cfg, []
+        if doing == "training" and not self.config.activation_checkpointing:
+            keys.append("set `activation_checkpointing: true`")
+        if doing in ("training", "scoring"):
+            keys += halved("hf_cfg.logprob_chunk_tokens", hf.logprob_chunk_tokens, 64)
+        elif doing == "sampling":
+            keys += halved("generation.hf_cfg.max_batch_rows", self.config.own_sampler.hf_cfg.max_batch_rows)
+        return keys
+
+    def size_keys(self, doing: str) -> list[str]:
+        hf, keys = self.config.hf_cfg, []
+        if hf.lora is None and not self.config.frozen:
+            keys.append("train adapters (`hf_cfg.lora: {}`)")
+        if hf.data_parallel != "fsdp2":
+            keys.append("shard the model over several ranks (`hf_cfg.data_parallel: fsdp2`)")
+        return keys + (super().size_keys(doing) if doing == "loading" else [])
 
     def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
         from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
