@@ -9,7 +9,7 @@ from policy_cases import NLL, counts_of, make_context, make_rows
 from ray import cloudpickle
 from torch import nn
 
-from rl_backends_base import TorchPolicyWorker
+from rl_backends_base import OptimizerChain, TorchPolicyWorker
 from rl_core.backend import DistributedPolicy
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import PolicyConfig
@@ -207,6 +207,42 @@ def test_master_weights_of_a_bfloat16_model_start_at_the_unrounded_weights(folde
         assert torch.equal(master, stored[name])
     assert {weight.dtype for _, weight in policy.iter_weights()} == {torch.bfloat16}
     assert policy.weight_manifest()["head.bias"] == ((VOCABULARY,), "bfloat16")
+
+
+class TwoOptimizers(RecurrentWorker):
+    def make_optimizer(self, parameters):
+        return OptimizerChain(*optimizers_of(dict(parameters)))
+
+
+def optimizers_of(parameters):
+    matrices = [each for each in parameters.values() if each.ndim > 1]
+    others = [each for each in parameters.values() if each.ndim <= 1]
+    return torch.optim.SGD(matrices, lr=0.5, momentum=0.9), torch.optim.AdamW(others, lr=0.01, fused=True)
+
+
+def test_two_optimizers_step_as_alone_and_resume_bit_for_bit(folder, tmp_path):
+    policy, _ = start(folder, TwoOptimizers, max_grad_norm=None, train_micro_batch_size=8)
+    rows, plain = rows_of(), Recurrent()
+    plain.load_state_dict(policy.model.state_dict())
+    (counts,) = counts_of(rows)
+    optimizers = optimizers_of(dict(plain.named_parameters()))
+    for step in range(2):
+        normalizers = torch.tensor(counts.valid_seqs), torch.tensor(counts.valid_toks)
+        loss, _ = NLL()(torch.where(is_token(rows), plain_logprobs(plain, rows), 0.0), rows, *normalizers)
+        loss.backward()
+        for optimizer, lr in zip(optimizers, (0.5, 0.01), strict=True):
+            optimizer.param_groups[0]["lr"] = lr * (9 - step) / 9
+            optimizer.step()
+            optimizer.zero_grad()
+    policy.train(rows, NLL(), counts=[counts])
+    policy.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    resumed, _ = start(folder, TwoOptimizers, max_grad_norm=None, train_micro_batch_size=8)
+    resumed.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    for each in (policy, resumed):
+        each.train(rows, NLL(), counts=[counts])
+    for name, weight in policy.iter_weights():
+        torch.testing.assert_close(weight, plain.state_dict()[name])
+        assert torch.equal(weight, dict(resumed.iter_weights())[name])
 
 
 class Infinite(NLL):

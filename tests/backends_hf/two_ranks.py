@@ -85,7 +85,7 @@ class Rank:
             shards, _ = rows.shard_by_batch_size(2, keep_together="prompt_id", **plan)
             worker.train(shards[self.rank], NLL(), counts=counts_of(rows))
             after = {name: tensor.clone() for name, tensor in worker.iter_weights()}
-            found[form] = {"before": before, "after": after, "shared": worker._microbatcher.shares_prefixes}
+            found[form] = {"before": before, "after": after, "shared": worker._unshared is None}
             worker.shutdown()
         torch.save(found, self.out / f"{self.mode}-shared-{self.rank}.pt")
 

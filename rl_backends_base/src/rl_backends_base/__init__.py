@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rl_backends_base.microbatches import non_finite_step_error as non_finite_step_error
     from rl_backends_base.microbatches import reduce_metrics as reduce_metrics
     from rl_backends_base.microbatches import scored_tokens as scored_tokens
+    from rl_backends_base.optimizer import OptimizerChain as OptimizerChain
     from rl_backends_base.optimizer_settings import OptimizerSettings as OptimizerSettings
     from rl_backends_base.optimizer_settings import build_scheduler as build_scheduler
     from rl_backends_base.optimizer_settings import call_named as call_named

@@ -70,6 +70,28 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
     return optimizer
 
 
+class OptimizerChain(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, such as Muon for matrices and AdamW for the others.
+
+    The schedule scales the learning rates of all; reported is that of the first.
+
+    Args:
+        parts: the optimizers, before their first step.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([parameter for part in parts for group in part.param_groups for parameter in group["params"]], {})
+        self._parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step of each optimizer."""
+        for part in self._parts:
+            part.step()
+
+
 def compile_error() -> type[Exception]:
     """The base class of what `torch.compile` raises; its module takes seconds to import."""
     from torch._dynamo.exc import TorchDynamoException

@@ -7,8 +7,9 @@ CPU in one tensor, and only then is the step taken. A NaN anywhere therefore lea
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from rl_backends_base.host_memory import HostedModel, HostMemory
-from rl_backends_base.microbatches import ScoringInput, padded_input, reduce_metrics
+from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, padded_input, reduce_metrics
 from rl_backends_base.optimizer import MasterWeights, build_optimizer
 from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch, non_finite_error, training_mode
@@ -186,7 +187,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         return TrainingState(masters=masters, settings=settings, parallel=self.parallel)
 
     def make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of `parameters`, by name; an override may divide them into groups."""
+        """The optimizer of `parameters`, by name; an override may have several groups, or an `OptimizerChain`."""
         return build_optimizer(parameters, self.config.optimizer)
 
     def trainable_state(self) -> TrainingStateBase:
@@ -195,36 +196,28 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         assert self.state is not None
         return self.state
 
-    def score(
-        self, microbatch: BatchedDataDict[Any], *, training: bool = False, candidates_key: str | None = None
-    ) -> torch.Tensor:
-        """Log-probabilities or, with a scalar head, values of one microbatch.
+    def form(self, rows: MicrobatchRows) -> ScoringInput:
+        """The input of `score` for the rows of a microbatch; padded and trimmed to the longest by default."""
+        shift, lengths = int(self.config.head == "tokens"), to_device(rows.lengths, self.device)
+        inputs = padded_input(rows.input_ids, rows.lengths, device=self.device, shift=shift, mask=rows.mask)
+        return replace(inputs, attention={"input_lengths": lengths})
 
-        Args:
-            microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
-            training: score only tokens with `token_mask * sample_mask`; otherwise all.
-            candidates_key: column [b, T, K] of further tokens to score at the same positions.
+    def score(self, inputs: ScoringInput) -> torch.Tensor:
+        """Log-probabilities or, with a scalar head, values [b, T], with candidates [b, T, 1 + K], float32, of a microbatch.
 
-        Returns:
-            [b, T], with candidates [b, T, 1 + K], float32; 0.0 for tokens that are not scored.
+        They are 0.0 for tokens that are not scored.
         """
-        inputs, batch = self._rows_to_score(microbatch, training=training)
-        is_scalar = self.config.head == "scalar"
-        if is_scalar or (candidates_key is None and type(self).token_logprobs is not TorchPolicyWorker.token_logprobs):
-            numbers = self.values(batch) if is_scalar else self.token_logprobs(batch)
-            self._check_shape(numbers, batch, 2, "values" if is_scalar else "token_logprobs")
+        is_scalar, takes_logits = self.config.head == "scalar", inputs.targets.ndim > 1
+        if is_scalar or not (takes_logits or type(self).token_logprobs is TorchPolicyWorker.token_logprobs):
+            numbers = self._call(self.values if is_scalar else self.token_logprobs, inputs, axes=2)
             return inputs.scatter(numbers.float().flatten().index_select(0, inputs.hidden_index + (not is_scalar)))
-        if candidates_key is not None:
-            inputs = inputs.with_candidates(microbatch[candidates_key])
-        logits = self._next_logits(inputs, batch)
-        targets = inputs.targets.view(len(logits), *inputs.targets.shape[1:] or (1,))
-        logprobs = logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True)
-        return inputs.scatter(logprobs.view_as(inputs.targets))
+        logits = self._next_logits(inputs)
+        targets = inputs.targets if takes_logits else inputs.targets.unsqueeze(1)
+        return inputs.scatter((logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True)).view_as(inputs.targets))
 
-    def score_topk(self, microbatch: BatchedDataDict[Any], k: int) -> Mapping[str, torch.Tensor]:
-        """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of one microbatch."""
-        inputs, batch = self._rows_to_score(microbatch, training=False)
-        logits = self._next_logits(inputs, batch)
+    def score_topk(self, inputs: ScoringInput, k: int) -> Mapping[str, torch.Tensor]:
+        """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch."""
+        logits = self._next_logits(inputs)
         top, ids = logits.topk(k, dim=-1)
         logprobs = top - logits.logsumexp(-1, keepdim=True)
         return {"topk_token_ids": inputs.scatter(ids), "topk_logprobs": inputs.scatter(logprobs)}
@@ -233,10 +226,11 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
     ) -> Sequence[Mapping[str, torch.Tensor]]:
         with self.scoring(reference=reference), torch.no_grad():
+            inputs = (self.form(self._splitter.read(each, training=False)) for each in microbatches)
             if topk is None:
                 column = "values" if self.config.head == "scalar" else "logprobs"
-                return [{column: self.score(each)} for each in microbatches]
-            scores = [self.score_topk(each, topk) for each in microbatches]
+                return [{column: self.score(each)} for each in inputs]
+            scores = [self.score_topk(each, topk) for each in inputs]
             if self.device.type == "cuda":  # copies to the CPU may be in progress
                 torch.cuda.synchronize(self.device)
             return scores
@@ -283,7 +277,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         Args:
             microbatches: of one global batch.
             loss_of: takes the result of `score` and the microbatch.
-            candidates_key: see `score`.
+            candidates_key: column [b, T, K] of further tokens to score at the same positions.
             learn: whether to run the backward pass.
 
         Returns:
@@ -291,7 +285,10 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """
         results = []
         for microbatch in microbatches:
-            loss, metrics = loss_of(self.score(microbatch, training=True, candidates_key=candidates_key), microbatch)
+            inputs = self.form(self._splitter.read(microbatch, training=True))
+            if candidates_key is not None:
+                inputs = inputs.with_candidates(microbatch[candidates_key])
+            loss, metrics = loss_of(self.score(inputs), microbatch)
             if learn:
                 loss.backward()
             results.append((loss.detach().float(), metrics))
@@ -418,26 +415,21 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """Keys that lower the memory of the model itself, for that error."""
         return ["set `precision: bfloat16`"] if self.config.dtype_name == "float32" else []
 
-    def _rows_to_score(self, microbatch: BatchedDataDict[Any], *, training: bool) -> tuple[ScoringInput, BatchedDataDict[Any]]:
-        """Which tokens to score, and the batch of `logits`, trimmed to the longest row."""
-        rows, shift = self._splitter.read(microbatch, training=training), int(self.config.head == "tokens")
-        inputs = padded_input(rows.input_ids, rows.lengths, device=self.device, shift=shift, mask=rows.mask)
-        lengths = to_device(rows.lengths, self.device)
-        return inputs, BatchedDataDict(input_ids=inputs.input_ids, input_lengths=lengths)
-
-    def _next_logits(self, inputs: ScoringInput, batch: BatchedDataDict[Any]) -> torch.Tensor:
+    def _next_logits(self, inputs: ScoringInput) -> torch.Tensor:
         """Logits [M, V] float32 that predict the scored tokens."""
-        logits = self.logits(batch)
-        self._check_shape(logits, batch, 3, "logits")
-        logits, temperature = logits.flatten(0, 1).index_select(0, inputs.hidden_index).float(), self.config.scoring_temperature
+        logits = self._call(self.logits, inputs, axes=3).flatten(0, 1).index_select(0, inputs.hidden_index).float()
+        temperature = self.config.scoring_temperature
         return logits / temperature if temperature != 1.0 else logits
 
-    def _check_shape(self, output: torch.Tensor, batch: BatchedDataDict[Any], axes: int, method: str) -> None:
-        if output.ndim != axes or output.shape[:2] != batch["input_ids"].shape:
+    def _call(self, method: Callable[[BatchedDataDict[Any]], torch.Tensor], inputs: ScoringInput, *, axes: int) -> torch.Tensor:
+        """The result of a method of the author, which must have the shape of the rows and this number of axes."""
+        output = method(BatchedDataDict(input_ids=inputs.input_ids, **inputs.attention))
+        if output.ndim != axes or output.shape[:2] != inputs.input_ids.shape:
             raise InvalidComponentError(
-                f"`{type(self).__name__}.{method}` returned shape {list(output.shape)} for `input_ids` of shape "
-                f"{list(batch['input_ids'].shape)}, not {'[b, T, V]' if axes == 3 else '[b, T]'}."
+                f"`{type(self).__name__}.{method.__name__}` returned shape {list(output.shape)} for `input_ids` of shape "
+                f"{list(inputs.input_ids.shape)}, not {'[b, T, V]' if axes == 3 else '[b, T]'}."
             )
+        return output
 
     def _count_tokens(self) -> int:
         """V, from the logits of one token."""

@@ -1,4 +1,4 @@
-"""Converts microbatches to model inputs in one of three forms.
+"""Converts microbatches to model inputs in one of three forms; `padded_input` is in rl-backends-base.
 
 *Padded* [b, T], trimmed to its longest row; *packed* [1, N], rows end to end with positions that restart; or *shared* [1, N]:
 rows of a prompt follow their common prefix, which comes once.
@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 
-from rl_backends_base import MicrobatchSplitter
-from rl_backends_base.microbatches import ScoringInput, padded_input, scored_tokens
+from rl_backends_base.microbatches import ScoringInput, scored_tokens
 from rl_backends_hf.cpu_attention import share_prefixes
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
-from rl_core.backend import BatchedDataDict
-from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import to_device
 from rl_core.data.shared_prefix import pack_rows
 
@@ -118,54 +115,3 @@ def _distinct(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     distinct, inverse = torch.unique(pairs, dim=0, return_inverse=True)
     first = torch.full((len(distinct),), len(pairs), dtype=torch.int64)
     return first.scatter_reduce(0, inverse, torch.arange(len(pairs)), "amin"), inverse
-
-
-class Microbatcher(MicrobatchSplitter):
-    """Splits batches into microbatches as configured, and converts them to model inputs.
-
-    Args:
-        config: the section `policy`.
-        device: device of the model.
-        variable_length_kernel: attention function that takes sequence boundaries, if any.
-
-    Attributes:
-        shares_prefixes: whether rows with the same `prompt_id` are computed as one sequence; set once the model is known to
-            support it.
-    """
-
-    def __init__(self, config: PolicyConfig, *, device: torch.device, variable_length_kernel: str | None) -> None:
-        super().__init__(config)
-        self._config, self._device = config, device
-        self._shift = int(config.head == "tokens")
-        self.shares_prefixes = False
-        self.variable_length_kernel = variable_length_kernel
-
-    def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
-        """Convert a microbatch to model input.
-
-        Args:
-            microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, and `prompt_id` if rows of a
-                prompt should share their prefix.
-            training: score only tokens with `token_mask * sample_mask`; otherwise all.
-            candidates_key: column [b, T, K] of further tokens to score at the same positions.
-
-        Raises:
-            DataError: a row is longer than `max_total_sequence_length` or than the batch's width.
-        """
-        read = self.read(microbatch, training=training)
-        ids, lengths, mask = read.input_ids, read.lengths, read.mask
-        if self.shares_prefixes and read.prompt_ids is not None:
-            formed = shared_input(ids, lengths, read.prompt_ids, device=self._device, shift=self._shift, mask=mask)
-        elif self.packing:
-            formed = packed_input(
-                ids,
-                lengths,
-                device=self._device,
-                shift=self._shift,
-                mask=mask,
-                pad_multiple=self._config.sequence_packing.sequence_length_pad_multiple,
-                variable_length_kernel=self.variable_length_kernel,
-            )
-        else:
-            formed = padded_input(ids, lengths, device=self._device, shift=self._shift, mask=mask)
-        return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
+from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, padded_input
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
@@ -25,7 +26,7 @@ from rl_backends_hf.model import (
     load_model_with_exact_weights,
 )
 from rl_backends_hf.parallel import FullyShard, compile_layers, explaining_compilation, load_sharded, make_parallel
-from rl_backends_hf.scoring.model_inputs import Microbatcher
+from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
@@ -81,8 +82,6 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             # Tokens go to the device on which the map has placed the embeddings.
             self.parallel.device = model.get_input_embeddings().weight.device
         self._products = CpuProducts.of(hf.cpu_products, self.dtype, self.device, model=None if hf.compile_layers else model)
-        flash = hf.attn_implementation if hf.attn_implementation == "flash_attention_2" and self.device.type == "cuda" else None
-        self._microbatcher = Microbatcher(self.config, device=self.device, variable_length_kernel=flash)
         self._quantized = is_quantized(model)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
@@ -92,14 +91,15 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             model, dtype=self.dtype, head=head, name=self.config.model_name
         )
         self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
-        if use_varlen_if_plain(scoring, packing=self._microbatcher.packing, computed_in=self.dtype):
-            self._microbatcher.variable_length_kernel = VARLEN
+        flash = hf.attn_implementation == "flash_attention_2" and self.device.type == "cuda"
+        self._varlen_kernel = "flash_attention_2" if flash else None
+        if use_varlen_if_plain(scoring, packing=self.config.sequence_packing.enabled, computed_in=self.dtype):
+            self._varlen_kernel = VARLEN
         if hf.compile_layers:
             compile_layers(model, float32_products=self._products.in_float32)
         elif self.device.type == "cpu":
             _return_memory_after_layers(model)
         self._unshared = self._probe_scoring(scoring)
-        self._microbatcher.shares_prefixes = self._unshared is None
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
         return scoring
@@ -140,13 +140,12 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
 
     def _probe_scoring(self, scoring: ScoringModel) -> str | None:
         """Check the model on a test input; why rows cannot share a prefix, or None if they can."""
-        microbatcher = self._microbatcher
         with explaining_compilation(scoring.model):
             probe_scoring(
                 scoring,
                 device=self.device,
-                packing=microbatcher.packing,
-                variable_length_kernel=microbatcher.variable_length_kernel,
+                packing=self.config.sequence_packing.enabled,
+                variable_length_kernel=self._varlen_kernel,
                 computed_in=self.dtype,
             )
             return why_not_shared(scoring, self.config, device=self.device, computed_in=self.dtype)
@@ -174,14 +173,22 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             )
         return super().trainable_state()
 
-    def score(
-        self, microbatch: BatchedDataDict[Any], *, training: bool = False, candidates_key: str | None = None
-    ) -> torch.Tensor:
-        return self.model.score(self._microbatcher.form(microbatch, training=training, candidates_key=candidates_key))
+    def form(self, rows: MicrobatchRows) -> ScoringInput:
+        ids, lengths = rows.input_ids, rows.lengths
+        how: dict[str, Any] = {"device": self.device, "shift": int(self.config.head == "tokens"), "mask": rows.mask}
+        if self._unshared is None and rows.prompt_ids is not None:
+            return shared_input(ids, lengths, rows.prompt_ids, **how)
+        if not self.config.sequence_packing.enabled:
+            return padded_input(ids, lengths, **how)
+        multiple = self.config.sequence_packing.sequence_length_pad_multiple
+        return packed_input(ids, lengths, pad_multiple=multiple, variable_length_kernel=self._varlen_kernel, **how)
 
-    def score_topk(self, microbatch: BatchedDataDict[Any], k: int) -> Mapping[str, torch.Tensor]:
+    def score(self, inputs: ScoringInput) -> torch.Tensor:
+        return self.model.score(inputs)
+
+    def score_topk(self, inputs: ScoringInput, k: int) -> Mapping[str, torch.Tensor]:
         assert isinstance(self.model, TokenScoring)
-        return self.model.score_topk(self._microbatcher.form(microbatch, training=False), k)
+        return self.model.score_topk(inputs, k)
 
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
