@@ -13,10 +13,10 @@ from gguf_files import write_gguf
 from huggingface_hub import HfApi
 from simulated_gpu import SimulatedGpu
 
+from rl_backends_base.parallel import join_ranks
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.config import HFConfig, HFModelConfig
+from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.model import checkpoint_activations, load_model, model_without_weights
-from rl_backends_hf.parallel import make_parallel
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NotSupportedError, UserError
 from rl_train.diagnostics.model_files import read_model_config
@@ -209,10 +209,10 @@ def test_a_worker_on_a_gpu_computes_float32_without_tf32(parts):
         try:
             torch.set_float32_matmul_precision("high")
             context = dataclasses.replace(parts.make_context(), device="cuda", run_in_process=False)
-            make_parallel(context, HFConfig(), dtype=torch.float32)
+            join_ranks(context)
             assert torch.get_float32_matmul_precision() == "highest"
             torch.set_float32_matmul_precision("high")
-            make_parallel(dataclasses.replace(context, run_in_process=True), HFConfig(), dtype=torch.float32)
+            join_ranks(dataclasses.replace(context, run_in_process=True))
             assert torch.get_float32_matmul_precision() == "high"
         finally:
             torch.set_float32_matmul_precision(before)

@@ -163,7 +163,7 @@ def read_state_file(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        state: Any = torch.load(path, weights_only=True)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist: there is no training state to resume from.") from error
     except Exception as error:  # a damaged file raises anything

@@ -196,8 +196,19 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         assert self.state is not None
         return self.state
 
+    def to_input(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
+        """The input of `score` for a microbatch.
+
+        Args:
+            microbatch: see `MicrobatchSplitter.read`.
+            training: score only tokens with `token_mask * sample_mask`; otherwise all.
+            candidates_key: column [b, T, K] of further tokens to score at the same positions.
+        """
+        inputs = self.form(self._splitter.read(microbatch, training=training))
+        return inputs if candidates_key is None else inputs.with_candidates(microbatch[candidates_key])
+
     def form(self, rows: MicrobatchRows) -> ScoringInput:
-        """The input of `score` for the rows of a microbatch; padded and trimmed to the longest by default."""
+        """Lay out the rows of a microbatch; padded and trimmed to the longest by default."""
         shift, lengths = int(self.config.head == "tokens"), to_device(rows.lengths, self.device)
         inputs = padded_input(rows.input_ids, rows.lengths, device=self.device, shift=shift, mask=rows.mask)
         return replace(inputs, attention={"input_lengths": lengths})
@@ -226,7 +237,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
     ) -> Sequence[Mapping[str, torch.Tensor]]:
         with self.scoring(reference=reference), torch.no_grad():
-            inputs = (self.form(self._splitter.read(each, training=False)) for each in microbatches)
+            inputs = (self.to_input(each, training=False) for each in microbatches)
             if topk is None:
                 column = "values" if self.config.head == "scalar" else "logprobs"
                 return [{column: self.score(each)} for each in inputs]
@@ -277,7 +288,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         Args:
             microbatches: of one global batch.
             loss_of: takes the result of `score` and the microbatch.
-            candidates_key: column [b, T, K] of further tokens to score at the same positions.
+            candidates_key: see `to_input`.
             learn: whether to run the backward pass.
 
         Returns:
@@ -285,9 +296,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """
         results = []
         for microbatch in microbatches:
-            inputs = self.form(self._splitter.read(microbatch, training=True))
-            if candidates_key is not None:
-                inputs = inputs.with_candidates(microbatch[candidates_key])
+            inputs = self.to_input(microbatch, training=True, candidates_key=candidates_key)
             loss, metrics = loss_of(self.score(inputs), microbatch)
             if learn:
                 loss.backward()

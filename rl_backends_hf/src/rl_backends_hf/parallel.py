@@ -22,10 +22,10 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from rl_backends_base.optimizer import compile_error
-from rl_backends_base.parallel import Parallel, fill_missing_gradients, join_ranks, norm_of
+from rl_backends_base.parallel import Parallel, fill_missing_gradients, norm_of
 from rl_backends_base.shards import local, reshard
 from rl_backends_hf.model import decoder_layers, is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
-from rl_backends_hf.model_options import HFConfig, HFModelConfig
+from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_core.backend import Head, WorkerContext
 from rl_core.errors import ConfigError, NotSupportedError, UserError
@@ -107,16 +107,6 @@ def _prefetch(layers: Sequence[FSDPModule], number: int) -> None:
     for index, layer in enumerate(layers if number else ()):
         layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + number]))
         layer.set_modules_to_backward_prefetch(list(reversed(layers[max(index - number, 0) : index])))
-
-
-def make_parallel(context: WorkerContext, options: HFConfig, *, dtype: torch.dtype) -> Parallel:
-    """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group."""
-    join_ranks(context, timeout_s=options.distributed_timeout_s)
-    if context.world_size == 1 or options.data_parallel == "replicate":
-        return Parallel(context)
-    return FullyShard(
-        context, compute_dtype=dtype, num_shards=options.fsdp_num_shards, prefetched_layers=options.fsdp_prefetched_layers
-    )
 
 
 def load_sharded(

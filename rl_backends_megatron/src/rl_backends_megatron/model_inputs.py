@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_backends_base import MicrobatchSplitter, scored_tokens
-from rl_backends_base.microbatches import ScoringInput
+from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, scored_tokens
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.layers import PackedRows, packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks
@@ -29,8 +28,8 @@ class ModelInput(ScoringInput):
     packing: PackedRows | None
 
 
-class Microbatcher(MicrobatchSplitter):
-    """Splits batches into microbatches as configured, and converts them to inputs of this rank.
+class Layout:
+    """Lays out the rows of microbatches as inputs of this rank.
 
     Args:
         config: the section `policy`.
@@ -38,7 +37,6 @@ class Microbatcher(MicrobatchSplitter):
     """
 
     def __init__(self, config: MegatronPolicyConfig, ranks: Ranks) -> None:
-        super().__init__(config)
         self._config, self._ranks = config, ranks
         # Next-token logits are at the previous token, values at the token itself.
         self._shift = 1 if config.head == "tokens" else 0
@@ -48,22 +46,11 @@ class Microbatcher(MicrobatchSplitter):
         if megatron.context_parallel_size > 1:
             self._multiple *= 2 * megatron.context_parallel_size
 
-    def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ModelInput:
-        """Convert a microbatch to input of this rank's model.
-
-        Args:
-            microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.
-            training: score only tokens with `token_mask * sample_mask`; otherwise all.
-            candidates_key: column [b, T, K] of further tokens to score at the same positions.
-
-        Raises:
-            DataError: a row is longer than `max_total_sequence_length` or than the batch's width.
-        """
-        read = self.read(microbatch, training=training)
-        ids, lengths = read.input_ids, read.lengths
-        rows, columns = scored_tokens(ids, lengths, read.mask, shift=self._shift)
-        formed = self._packed(ids, lengths, rows, columns) if self.packing else self._padded(ids, lengths, rows, columns)
-        return formed if candidates_key is None else formed.with_candidates(microbatch[candidates_key])
+    def form(self, rows: MicrobatchRows) -> ModelInput:
+        """The input of this rank's model."""
+        ids, lengths, packing = rows.input_ids, rows.lengths, self._config.sequence_packing.enabled
+        scored = scored_tokens(ids, lengths, rows.mask, shift=self._shift)
+        return self._packed(ids, lengths, *scored) if packing else self._padded(ids, lengths, *scored)
 
     def _padded(self, ids: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> ModelInput:
         """Padded rows. Attention is causal and padding is on the right, so no mask is needed."""

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from rl_backends_base import MicrobatchSplitter
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
 from rl_backends_megatron.megatron_internals import check_megatron
 from rl_backends_megatron.model import DTYPES, build_chunks, is_tied, matrix_sizes
-from rl_backends_megatron.model_inputs import Microbatcher, ModelInput
+from rl_backends_megatron.model_inputs import Layout, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head
 from rl_backends_megatron.scoring import forward, forward_backward, make_head
@@ -193,7 +194,7 @@ def _microbatch(config: MegatronPolicyConfig, ranks: Ranks, shape: tuple[int, in
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {"input_ids": ids, "input_lengths": torch.full((rows,), length), "token_mask": ids + 1, "sample_mask": ones}
     )
-    return Microbatcher(config, ranks).form(batch, training=True)
+    return Layout(config, ranks).form(MicrobatchSplitter(config).read(batch, training=True))
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from rl_backends_base import (
     DataOnlyBytes,
     DataOnlyReader,
     read_metadata,
+    read_state_file,
     read_trainer_file,
     reason_of,
     write_error,
@@ -195,13 +196,7 @@ def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 class _DataOnlyCommonStrategy(TorchCommonLoadStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
-        except Exception as error:
-            raise CheckpointError(f"Cannot load {path}: {reason_of(error)}. Use another checkpoint.") from error
+        return read_state_file(Path(checkpoint_dir) / COMMON_STATE_FNAME)
 
 
 class _CachingReader(DataOnlyReader):

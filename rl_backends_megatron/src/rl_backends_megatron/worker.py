@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
+from rl_backends_base.microbatches import MicrobatchRows
 from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model, load_model
 from rl_backends_megatron.model import is_tied, matrix_sizes
-from rl_backends_megatron.model_inputs import Microbatcher, ModelInput, filler_microbatch
+from rl_backends_megatron.model_inputs import Layout, ModelInput, filler_microbatch
 from rl_backends_megatron.optimizer import Offloader
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.scalar_head import describe_classifier
@@ -67,7 +68,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
     def build(self) -> nn.ModuleList:
         self._build(shards_optimizer=self.config.shards_optimizer(on_gpu=self.device.type == "cuda"))
         self._model.load_initial_weights(self._set_weight)
-        self._microbatcher = Microbatcher(self.config, self._ranks)
+        self._layout = Layout(self.config, self._ranks)
         self._head = make_head(self.config, self._ranks, vocab_size=self._model.vocab_size)
         return self.model
 
@@ -310,11 +311,14 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
 
     def _inputs(
         self, batches: Sequence[BatchedDataDict[Any]], *, training: bool, candidates_key: str | None = None
-    ) -> list[ModelInput]:
+    ) -> list[Any]:
         """The model's input for each microbatch; the interleaved schedule gets a multiple of the number of stages."""
-        inputs = [self._microbatcher.form(each, training=training, candidates_key=candidates_key) for each in batches]
+        inputs = [self.to_input(each, training=training, candidates_key=candidates_key) for each in batches]
         missing = -len(batches) % self._ranks.pipeline.size() if len(self.model) > 1 else 0
-        return inputs + [self._microbatcher.form(filler_microbatch(batches[0]), training=training) for _ in range(missing)]
+        return inputs + [self.to_input(filler_microbatch(batches[0]), training=training) for _ in range(missing)]
+
+    def form(self, rows: MicrobatchRows) -> ModelInput:
+        return self._layout.form(rows)
 
     def _make_sampler(self) -> Any:
         from rl_backends_megatron.sampler import Sampler

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
 from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, padded_input
+from rl_backends_base.parallel import join_ranks
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
@@ -25,7 +26,7 @@ from rl_backends_hf.model import (
     load_model,
     load_model_with_exact_weights,
 )
-from rl_backends_hf.parallel import FullyShard, compile_layers, explaining_compilation, load_sharded, make_parallel
+from rl_backends_hf.parallel import FullyShard, compile_layers, explaining_compilation, load_sharded
 from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
@@ -69,7 +70,11 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
     def join(self) -> Parallel:
         hf = self.config.hf_cfg
         check_combinations(hf, dtype_name=self.config.dtype_name, head=self.config.head, ranks=self.context.world_size)
-        return make_parallel(self.context, hf, dtype=self.dtype)
+        join_ranks(self.context, timeout_s=hf.distributed_timeout_s)
+        if self.context.world_size == 1 or hf.data_parallel == "replicate":
+            return Parallel(self.context)
+        shards, prefetched = hf.fsdp_num_shards, hf.fsdp_prefetched_layers
+        return FullyShard(self.context, compute_dtype=self.dtype, num_shards=shards, prefetched_layers=prefetched)
 
     def build(self) -> ScoringModel:
         hf, head = self.config.hf_cfg, self.config.head
