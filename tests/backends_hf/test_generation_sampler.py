@@ -5,10 +5,10 @@ import tokenizers
 import torch
 import transformers
 
+from rl_backends_base.token_choice import SamplingParameters
 from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
-from rl_backends_hf.sampling.token_choice import SamplingParameters
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, NonFiniteError, NotSupportedError
 

@@ -9,11 +9,11 @@ import torch
 import transformers
 from simulated_gpu import SimulatedGpu
 
+from rl_backends_base.token_choice import SamplingParameters, next_tokens
 from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
 from rl_backends_hf.sampling import decode_loop
 from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
-from rl_backends_hf.sampling.token_choice import SamplingParameters, next_tokens
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 

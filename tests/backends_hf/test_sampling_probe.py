@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
+from rl_backends_base.token_choice import SamplingParameters
 from rl_backends_hf import HuggingFaceGeneration
 from rl_backends_hf.sampling import sampler as sampler_module
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings, probe_sampling
-from rl_backends_hf.sampling.token_choice import SamplingParameters
 from rl_core.errors import NotSupportedError, WorkerError
 
 SIZES = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

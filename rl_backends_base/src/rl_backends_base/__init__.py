@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_backends_base.data_only import read_trainer_file as read_trainer_file
     from rl_backends_base.data_only import reason_of as reason_of
     from rl_backends_base.data_only import write_error as write_error
+    from rl_backends_base.engine_worker import TokenwiseWorker as TokenwiseWorker
     from rl_backends_base.microbatches import MicrobatchSplitter as MicrobatchSplitter
     from rl_backends_base.microbatches import first_non_finite_loss as first_non_finite_loss
     from rl_backends_base.microbatches import non_finite_step_error as non_finite_step_error
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from rl_backends_base.optimizer_settings import call_named as call_named
     from rl_backends_base.parallel import Parallel as Parallel
     from rl_backends_base.policy_worker import PolicyWorkerBase as PolicyWorkerBase
+    from rl_backends_base.row_sampler import RowSampler as RowSampler
+    from rl_backends_base.row_sampler import TokenModel as TokenModel
+    from rl_backends_base.rows import Row as Row
+    from rl_backends_base.token_choice import SamplingParameters as SamplingParameters
     from rl_backends_base.torch_policy import TorchPolicyWorker as TorchPolicyWorker
     from rl_backends_base.training_state import TrainingState as TrainingState
     from rl_backends_base.training_state import TrainingStateBase as TrainingStateBase

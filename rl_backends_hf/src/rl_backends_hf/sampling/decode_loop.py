@@ -10,11 +10,12 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_base.rows import Row
+from rl_backends_base.token_choice import SamplingParameters, next_tokens
 from rl_backends_hf.sampling.kv_cache import CacheBudget, SlotCache
 from rl_backends_hf.sampling.prefill import AttentionLayout, PrefillPlan, prefill
-from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, Row, SessionCache, group_by_prompt
+from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, SessionCache, group_by_prompt
 from rl_backends_hf.sampling.shared_prompts import PromptSharing, prefers_products
-from rl_backends_hf.sampling.token_choice import SamplingParameters, next_tokens
 from rl_backends_hf.transformers_internals import attention_of, cache_keyword
 from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NonFiniteError

@@ -13,11 +13,12 @@ from typing import Any, Final
 
 import torch
 
+from rl_backends_base.rows import Row
+from rl_backends_base.token_choice import ROW_OPTIONS
 from rl_backends_hf.config import HFGenerationConfig, generation_advice
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
-from rl_backends_hf.sampling.rows import Row, SessionCache
+from rl_backends_hf.sampling.rows import SessionCache
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings, probe_sampling
-from rl_backends_hf.sampling.token_choice import ROW_OPTIONS
 from rl_core.backend import (
     BatchedDataDict,
     CheckpointNames,

@@ -16,14 +16,15 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_base.rows import Row, to_rows
+from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling.decode_loop import DecodeLoop
 from rl_backends_hf.sampling.kv_cache import CacheBudget
 from rl_backends_hf.sampling.packed_linears import packed_linears
 from rl_backends_hf.sampling.prefill import AttentionLayout, decoding_attention
-from rl_backends_hf.sampling.rows import Row, SessionCache, to_rows
+from rl_backends_hf.sampling.rows import SessionCache
 from rl_backends_hf.sampling.shared_prompts import PromptSharing
-from rl_backends_hf.sampling.token_choice import ROW_OPTIONS, SamplingParameters
 from rl_backends_hf.scoring.probe import refusing_errors, tolerance
 from rl_core.backend import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader, end_token_ids, to_output

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from rl_core.config.schema import GenerationConfig
 from rl_core.data.generation_io import mix, shift_right
 from rl_core.errors import DataError
 
@@ -48,6 +49,13 @@ class SamplingParameters:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+
+    @classmethod
+    def of(cls, config: GenerationConfig, *, repetition_penalty: float = 1.0) -> SamplingParameters:
+        """The distribution of a section `policy.generation`."""
+        return cls(
+            temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, repetition_penalty=repetition_penalty
+        )
 
     def with_own(self, own: Mapping[str, Any]) -> SamplingParameters:
         """The parameters of a row that has its own values of some.

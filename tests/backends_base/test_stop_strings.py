@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 import transformers
 
-from rl_backends_hf.sampling.rows import StopStringScanner
+from rl_backends_base.rows import StopStringScanner
 from rl_core.data.generation_io import end_token_ids
 
 TEXT = "the sum of two numbers is a number. 12 + 30 = 42. Zażółć gęślą jaźń — ответ: 42. こんにちは 🙂 naïve café. \n\n" * 3

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends_hf.sampling.token_choice import SamplingParameters, next_tokens, uniforms
+from rl_backends_base.token_choice import SamplingParameters, next_tokens, uniforms
 from rl_core.data.generation_io import derived_seeds
 
 VOCABULARY = 700  # no multiple of the block that masses are summed in

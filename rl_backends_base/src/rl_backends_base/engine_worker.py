@@ -1,0 +1,175 @@
+"""Base class of generation workers that sample token by token; the author defines the model and what it keeps of rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from rl_backends_base.row_sampler import Results, RowSampler, TokenModel
+from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters
+from rl_core.backend import (
+    BatchedDataDict,
+    GenerationFacts,
+    GenerationRequest,
+    GenerationWorker,
+    RefitManifest,
+    WeightSink,
+    WorkerContext,
+    end_token_ids,
+    find_tokenizer,
+    return_freed_memory,
+    weights_of,
+)
+from rl_core.config.schema import GenerationConfig, TokenizerConfig
+from rl_core.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=GenerationConfig)
+
+
+class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]):
+    """One replica of an engine.
+
+    The base class samples (`generate`, and `poll` with streaming and refits in flight), finds stop strings and end tokens, and
+    receives weights. A subclass provides:
+
+    - `build`: the model.
+    - `facts`: `vocab_size` and `max_model_len`.
+    - `prefill`: logits of the token after each row.
+    - `decode`, if the engine keeps a state of each row (`Row.state`), or one cache for all rows, which `keep` updates.
+
+    It may also override `find_tokenizer`, `sampling_parameters`, `named_weights` (if the names of the checkpoint are not those
+    of the modules), `can_offload`, and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `top_logprobs`,
+    `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
+
+    Args:
+        context: rank, master address and device.
+        config: the section `policy.generation`.
+
+    Attributes:
+        model: what `build` returned.
+    """
+
+    def __init__(self, context: WorkerContext, config: ConfigT) -> None:
+        self.context, self.config = context, config
+        self.model: Any = None
+
+    @abstractmethod
+    def build(self) -> torch.nn.Module:
+        """The model with the weights of `config.model_name`, on any device; called once."""
+
+    @abstractmethod
+    def facts(self) -> Mapping[str, Any]:
+        """`vocab_size` and `max_model_len` of the model, and further `GenerationFacts`; called after `build`."""
+
+    def find_tokenizer(self) -> Any:
+        """The model's Transformers tokenizer, which stop strings require; None if there is none."""
+        assert self.config.model_name is not None
+        return find_tokenizer(self.config.model_name, TokenizerConfig())
+
+    def sampling_parameters(self) -> SamplingParameters:
+        """The distribution that tokens are drawn from; by default, `temperature`, `top_k` and `top_p` of the section."""
+        return SamplingParameters.of(self.config)
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether the weights may be moved to CPU memory while the engine is idle."""
+        return True
+
+    def named_weights(self) -> Mapping[str, torch.Tensor]:
+        return weights_of(self.model)
+
+    def setup(self) -> GenerationFacts:
+        if self.config.model_name is None:
+            raise ConfigError(
+                "`policy.generation.model_name` is required, because there is no policy to take it from.",
+                key="policy.generation.model_name",
+            )
+        if not self.context.run_in_process:
+            torch.set_num_threads(self.context.num_threads)
+        self.model = self.build().eval().requires_grad_(False)
+        facts, tokenizer = self.facts(), self.find_tokenizer()
+        sources = (getattr(self.model, "generation_config", None), getattr(self.model, "config", None), tokenizer)
+        self._sampler = RowSampler(
+            self,
+            self.config,
+            vocab_size=facts["vocab_size"],
+            max_model_len=facts["max_model_len"],
+            end_ids=end_token_ids(*sources, further=self.config.stop_token_ids, repeated=self.config.eos_token_id),
+            tokenizer=tokenizer,
+            parameters=self.sampling_parameters(),
+            seed=self.context.seed,
+            rank=self.context.rank,
+        )
+        self.prepare_for_generation()
+        return {
+            "device": self.context.device,
+            "reads_text": tokenizer is not None,
+            "reads_sampling": True,
+            "row_options": ROW_OPTIONS,
+            "streams_tokens": True,
+            "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            **facts,  # type: ignore[typeddict-item]
+        }
+
+    def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        return {"weights": self.model.parameters()} if self.model is not None else {}
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        self.prepare_for_generation()
+        self.require_complete_weights()
+        self.refuse_changed_weights()
+        return self._sampler.generate(data, greedy=greedy, weight_version=self.get_weight_version())
+
+    def batch_progress(self) -> tuple[int, int]:
+        rows = self._sampler.batch
+        return sum(row.has_ended for row in rows), sum(len(row.tokens) for row in rows)
+
+    def poll(self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1) -> Results:
+        if arrivals:
+            self.prepare_for_generation()
+        if not cancelled:  # rows can be cancelled after an optimizer step, but not continue
+            self.refuse_changed_weights()
+        return self._sampler.poll(arrivals, cancelled=cancelled, wait_s=wait_s, weight_version=self.get_weight_version())
+
+    def prepare_for_generation(self) -> None:
+        if self._can_move_weights:
+            self.model.to(self.context.device)
+
+    def finish_generation(self) -> None:
+        self._sampler.release_if_idle()
+        return_freed_memory()
+        if self.context.device == "cuda":
+            if self._can_move_weights:
+                self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    @property
+    def _can_move_weights(self) -> bool:
+        """Whether the weights may leave the GPU: no row or policy uses them."""
+        return self.context.device == "cuda" and self.can_offload and not (self._shared or len(self._sampler))
+
+    def refit_begins(self) -> None:
+        self._sampler.pause()
+
+    def invalidate_kv_cache(self) -> bool:
+        """Discard what is kept of rows; those that a refit has paused continue, unless its weights are incomplete."""
+        self._sampler.drop_cache()
+        if not self.has_incomplete_weights:
+            self._sampler.resume()
+        return True
+
+    def digests_of_weights(self) -> dict[str, str]:
+        self.prepare_for_generation()
+        return super().digests_of_weights()
+
+    def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
+        self.prepare_for_generation()
+        dtypes = super().prepare_refit_info(info)
+        self._sampler.pause()
+        return dtypes
+
+    def shutdown(self) -> None:
+        self.leave_refit()

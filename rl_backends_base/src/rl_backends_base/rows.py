@@ -1,0 +1,146 @@
+"""Rows that an engine is completing: how each is sampled, its tokens so far, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from rl_backends_base.token_choice import LIKELY_TOKENS, SamplingParameters
+from rl_core.data.generation_io import Completion, Prompt, SampledRow
+from rl_core.data.tokenizer import decode
+from rl_core.errors import RLCoreError
+
+
+@dataclass(kw_only=True, eq=False)
+class Row(SampledRow):
+    """One unfinished completion.
+
+    Attributes:
+        greedy: whether it takes the most likely token at each position.
+        parameters: the distribution of its tokens.
+        likely: the most likely tokens at each position, if it asks for them.
+        scanner: searches for stop strings; None if there are none.
+        session: conversation that it continues, whose keys and values are kept.
+        streams: whether it is returned while it is sampled.
+        streamed: number of its tokens that were returned.
+        versions: of the weights that drew each token.
+        state: whatever the engine keeps of the row while it is in flight; None before its prefill.
+        error: why it cannot be completed.
+    """
+
+    greedy: bool = False
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
+    likely: list[list[tuple[int, float]]] = field(default_factory=list)
+    scanner: StopStringScanner | None = None
+    session: str | None = None
+    streams: bool = False
+    streamed: int = 0
+    versions: list[int] = field(default_factory=list)
+    state: Any = None
+    error: RLCoreError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and completion so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens of prompt and completion."""
+        return len(self.prompt.tokens) + self.prompt.limit
+
+    @property
+    def num_likely(self) -> int:
+        """Number of most likely tokens that it asks for at each position."""
+        return int(self.prompt.sampling.get(LIKELY_TOKENS, 0))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop or the limit has ended it."""
+        return self.stopped or len(self.tokens) >= self.prompt.limit
+
+    def append(self, token: int, logprob: float, *, version: int, end_ids: frozenset[int]) -> bool:
+        """Append a token that weights of `version` drew; returns whether the row ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        # The scanner must read every token, including end tokens.
+        is_stopped = self.scanner is not None and self.scanner.push(token)
+        self.stopped = is_stopped or token in end_ids
+        return self.has_ended
+
+    def so_far(self) -> Completion:
+        """The row with its tokens so far, at least one."""
+        completion = self.completion(weight_version=self.versions[0])
+        return replace(completion, token_versions=self.versions, top_logprobs=self.likely if self.num_likely else None)
+
+
+def to_rows(prompts: Sequence[Prompt], tokenizer: Any, *, greedy: bool, parameters: SamplingParameters) -> list[Row]:
+    """Rows without sampled tokens yet; `tokenizer` is required if a prompt has stop strings.
+
+    Raises:
+        DataError: a row's own sampling parameters are invalid.
+    """
+    return [
+        Row(
+            prompt=prompt,
+            greedy=greedy,
+            parameters=parameters.with_own(prompt.sampling) if prompt.sampling else parameters,
+            scanner=StopStringScanner(tokenizer, prompt.stop_strings, prompt.tokens) if prompt.stop_strings else None,
+        )
+        for prompt in prompts
+    ]
+
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT_TOKENS: Final = 6
+"""Number of preceding tokens decoded with the unread ones, so that spaces and partial characters are decoded correctly."""
+_WINDOW_TOKENS: Final = 24
+"""Number of tokens after which the decoded window is shortened."""
+_MAX_CHARACTER_BYTES: Final = 4
+"""Maximum number of bytes, and thus of tokens, of a UTF-8 character."""
+
+
+class StopStringScanner:
+    """Detects when a stop string has appeared in a row's completion, reading each token once.
+
+    Text is decoded with special tokens, so a special token's text can be a stop string. Strings are found across token
+    boundaries; the prompt's text does not count.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        strings: the stop strings.
+        prompt: the prompt's tokens.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._overlap = max(len(string) for string in self._strings) - 1
+        self._tail = ""
+        self._window = list(prompt[-_CONTEXT_TOKENS:])
+        self._read_chars = len(decode(self._tokenizer, self._window))
+        self._unread = 0
+
+    def push(self, token: int) -> bool:
+        """Read one more token; returns whether a stop string is complete."""
+        self._window.append(token)
+        self._unread += 1
+        text = decode(self._tokenizer, self._window)
+        fresh = text[self._read_chars :]
+        whole = fresh.rstrip(_REPLACEMENT) if self._unread < _MAX_CHARACTER_BYTES else fresh
+        searched = self._tail + whole
+        if any(string in searched for string in self._strings):
+            return True
+        if len(whole) == len(fresh):
+            self._advance(searched, len(text))
+        return False
+
+    def _advance(self, text: str, read_chars: int) -> None:
+        """Mark the decoded text as searched; keep the end that may start a stop string."""
+        self._tail = text[-self._overlap :] if self._overlap else ""
+        self._read_chars, self._unread = read_chars, 0
+        if len(self._window) > _WINDOW_TOKENS:
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._read_chars = len(decode(self._tokenizer, self._window))
