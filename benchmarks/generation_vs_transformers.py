@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import transformers
 
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 SMOLLM2_135M = {
@@ -75,7 +76,7 @@ def rlcore_generate(model: transformers.PreTrainedModel, prompts: list[list[int]
         input_lengths=torch.tensor([len(prompt) for prompt in prompts]),
         max_new_tokens=lengths,
     )
-    sampler = Sampler(model, settings=SamplerSettings(max_new_tokens=int(lengths.max())))
+    sampler = Sampler(model, HFGenerationConfig(max_new_tokens=int(lengths.max())))
     return lambda: int(sampler.generate(batch)["generation_lengths"].sum())
 
 

@@ -16,7 +16,9 @@ import time
 import torch
 from generation_vs_transformers import load
 
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_base.row_sampler import DecodeLoop
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 
@@ -33,23 +35,23 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    sampler = Sampler(load(arguments), settings=SamplerSettings(max_new_tokens=arguments.new_tokens))
+    model, config = load(arguments), HFGenerationConfig(max_new_tokens=arguments.new_tokens)
     rows = arguments.prompts * arguments.group
     ids = torch.randint(3, 1000, (arguments.prompts, arguments.prompt_tokens)).repeat_interleave(arguments.group, dim=0)
     data = BatchedDataDict(input_ids=ids, input_lengths=torch.full((rows,), arguments.prompt_tokens))
     spent: dict[str, list[float]] = {"shared": [], "copied": []}
-    with sampler.prepared(rows=rows, steps=arguments.new_tokens), sampler.without_gradients():
+    samplers = {side: Sampler(model, config) for side in spent}
+    with samplers["shared"].prepared(rows=rows, steps=arguments.new_tokens), samplers["shared"].without_gradients():
         loops = {}
-        for side in spent:
+        for side, sampler in samplers.items():
             sampler._sharing.is_supported = side == "shared"
-            loops[side] = sampler.decode_loop(capacity=rows)
-            loops[side].add(sampler.read(data, greedy=False))
-            loops[side].step()
-        sampler._sharing.is_supported = True
+            loops[side] = DecodeLoop(sampler, frozenset())
+            loops[side].add(sampler.rows.read(data, greedy=False))
+            loops[side].step(0)
         for number in range(arguments.new_tokens - 2):
             for side in list(spent)[:: 1 if number % 2 else -1]:
                 start = time.process_time()
-                loops[side].step()
+                loops[side].step(0)
                 spent[side].append(1000 * (time.process_time() - start))
     print(f"CPU-ms per token step of {rows} rows, lower quartile of {arguments.new_tokens - 2} steps:")
     for side, values in spent.items():

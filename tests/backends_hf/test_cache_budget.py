@@ -7,10 +7,11 @@ import torch
 import transformers
 from simulated_gpu import SimulatedGpu
 
+from rl_backends_base.row_sampler import DecodeLoop
 from rl_backends_hf import HuggingFaceGeneration
-from rl_backends_hf.sampling.decode_loop import DecodeLoop
+from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling.kv_cache import CacheBudget
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 KINDS = ("llama", "gpt2", "qwen3")
@@ -21,10 +22,10 @@ def sizes(monkeypatch):
     """Rows that are decoded, and bytes of their keys and values, after each step of a loop."""
     found, step = [], DecodeLoop.step
 
-    def observed(loop):
-        ended = step(loop)
-        if loop._cache is not None:
-            allocated = sum(layer.keys.nbytes + layer.values.nbytes for layer in loop._cache.layers if layer.is_initialized)
+    def observed(loop, weight_version):
+        ended = step(loop, weight_version)
+        if (cache := loop._model._cache) is not None:
+            allocated = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
             found.append((len(loop._active), allocated))
         return ended
 
@@ -44,6 +45,11 @@ def prompts():
     )
 
 
+def sampler_of(model, limit=None):
+    """A sampler with a limit of bytes."""
+    return Sampler(model, HFGenerationConfig(max_new_tokens=36, hf_cfg={"kv_cache_gib": limit and limit / 2**30}))
+
+
 def bytes_of(model, tokens):
     """Bytes of the keys and values of `tokens` tokens, from the cache of the model itself."""
     cache = model(torch.zeros(1, 4, dtype=torch.int64), use_cache=True).past_key_values
@@ -53,11 +59,11 @@ def bytes_of(model, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_wait_until_keys_and_values_fit_into_the_limit(sizes, model_folder, kind):
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind)).eval()
-    unlimited = Sampler(model, settings=SamplerSettings(max_new_tokens=36)).generate(prompts())
+    unlimited = sampler_of(model).generate(prompts())
     assert max(rows for rows, _ in sizes) == 8
     sizes.clear()
     limit = bytes_of(model, 2 * 60)  # two of the longest rows, of 24 + 36 tokens
-    sampled = Sampler(model, settings=SamplerSettings(max_new_tokens=36, cache_bytes=limit)).generate(prompts())
+    sampled = sampler_of(model, limit).generate(prompts())
     assert sizes[0][0] == 2, "all rows count as the longest one, until it has ended"
     assert max(allocated for _, allocated in sizes) <= limit
     assert torch.equal(sampled["output_ids"], unlimited["output_ids"])
@@ -67,15 +73,15 @@ def test_rows_wait_until_keys_and_values_fit_into_the_limit(sizes, model_folder,
 def test_a_longer_row_that_arrives_later_does_not_exceed_the_limit(sizes, model_folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama")).eval()
     limit = bytes_of(model, 5 * 17)
-    sampler = Sampler(model, settings=SamplerSettings(max_new_tokens=36, cache_bytes=limit))
-    rows = sampler.read(prompts(), greedy=True)
+    sampler = sampler_of(model, limit)
+    rows = sampler.rows.read(prompts(), greedy=True)
     with sampler.prepared(rows=8, steps=36), sampler.without_gradients():
-        loop = sampler.decode_loop(capacity=8)
+        loop = DecodeLoop(sampler, frozenset())
         loop.add(rows[:5])
-        ended = loop.step()
+        ended = loop.step(0)
         loop.add(rows[5:])
         while not loop.is_idle:
-            ended += loop.step()
+            ended += loop.step(0)
     assert sorted(row.prompt.number for row in ended) == list(range(8))
     assert max(count for count, _ in sizes) == 5
     assert max(allocated for _, allocated in sizes) <= limit

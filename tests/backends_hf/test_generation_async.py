@@ -44,7 +44,7 @@ BATCH = batch_of([5, 6, 7], [9], [5, 6, 7], [11, 12], [9], [3, 4, 5, 6, 8, 9])
 
 
 def rows_in(engine):
-    return len(engine.group.worker._rows)
+    return list(engine.group.worker._sampler._rows.values())
 
 
 async def row_of(engine, batch, row, greedy=False):
@@ -54,7 +54,7 @@ async def row_of(engine, batch, row, greedy=False):
 
 async def wait_for_tokens(engine, tokens):
     """Wait until every row in the engine has that many tokens."""
-    while not engine.group.worker._rows._rows or min(len(r.tokens) for r in engine.group.worker._rows._rows.values()) < tokens:
+    while not (rows := rows_in(engine)) or min(len(row.tokens) for row in rows) < tokens:
         await asyncio.sleep(0)
 
 
@@ -88,7 +88,7 @@ def test_rows_that_join_at_different_times_are_those_of_one_call(engine, greedy)
     expected = engine.generate(BATCH, greedy)
     for row, found in enumerate(asyncio.run(one_after_the_other(engine, BATCH, greedy))):
         assert_same_row(found, expected, row)
-    assert rows_in(engine) == 0
+    assert rows_in(engine) == []
 
 
 def test_greedy_and_sampled_rows_share_the_batch(engine):
@@ -124,7 +124,7 @@ def test_an_error_of_one_row_fails_that_row_only(folder, tmp_path):
     assert isinstance(bad, NonFiniteError)
     assert isinstance(too_big, DataError)
     assert_same_row(good, engine.generate(batch_of([5, 6])), 0)
-    assert rows_in(engine) == 0
+    assert rows_in(engine) == []
     engine.shutdown()
 
 
@@ -148,7 +148,7 @@ def test_cancelled_rows_leave_the_engine_and_others_continue(engine):
             assert isinstance(found, asyncio.CancelledError)
         else:
             assert_same_row(found, expected, row)
-    assert rows_in(engine) == 0
+    assert rows_in(engine) == []
 
 
 def test_a_failed_step_fails_its_rows_and_the_engine_samples_the_next_ones(engine, monkeypatch):
@@ -157,19 +157,19 @@ def test_a_failed_step_fails_its_rows_and_the_engine_samples_the_next_ones(engin
         await asyncio.sleep(0)
         await wait_for_tokens(engine, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.group.worker._model, "forward", None)
+            patch.setattr(engine.group.worker.model, "forward", None)
             return await asyncio.gather(task, return_exceptions=True)
 
     [error] = asyncio.run(fail())
     assert "TypeError" in str(error)
-    assert rows_in(engine) == 0
+    assert rows_in(engine) == []
     assert_same_row(asyncio.run(row_of(engine, BATCH, 1)), engine.generate(BATCH), 1)
 
 
 def test_packed_weights_are_freed_after_generation(engine):
     asyncio.run(row_of(engine, BATCH, 0))
     engine.finish_generation()
-    assert all("forward" not in module.__dict__ for module in engine.group.worker._model.modules())
+    assert all("forward" not in module.__dict__ for module in engine.group.worker.model.modules())
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_rows_in_progress_at_a_refit_keep_their_tokens_and_continue_with_the_new
         await asyncio.sleep(0)
         await wait_for_tokens(engine, 4)
         engine.prepare_refit_info(policy.prepare_refit_info())  # no row gets tokens until the sync
-        kept = [len(row.tokens) for row in engine.group.worker._rows._rows.values()]
+        kept = [len(row.tokens) for row in rows_in(engine)]
         sync.sync()
         tasks.append(asyncio.create_task(row_of(engine, BATCH, 3)))
         return kept, await asyncio.gather(*tasks)
@@ -239,7 +239,7 @@ def test_each_token_of_a_row_that_spans_three_refits_has_the_version_whose_weigh
 
     policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
     engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE)
-    engine.group.worker._rows._loop._end_ids = frozenset()  # a row that ends early would not span three refits
+    engine.group.worker._sampler._loop._end_ids = frozenset()  # a row that ends early would not span three refits
     sync = WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport))
     noise, folders = torch.Generator().manual_seed(0), {}
 
@@ -308,7 +308,7 @@ def test_rows_that_arrive_during_a_refit_wait_for_its_weights(refitted):
 @pytest.fixture
 def widths(engine, monkeypatch):
     """Shapes of the model's inputs with more than one token."""
-    found, model = [], engine.group.worker._model
+    found, model = [], engine.group.worker.model
     forward = model.forward
 
     def watched(*args, **kwargs):
@@ -354,7 +354,7 @@ NAMES = ["a", "b", "c"]
 def test_a_turn_that_continues_a_session_equals_a_full_prefill(model_folder, kind):
     engine = HuggingFaceGeneration(model_folder(kind), max_new_tokens=40, temperature=TEMPERATURE)
     with_cache = asyncio.run(conversations(engine, PROMPTS, NAMES, 3))
-    assert len(engine.group.worker._rows._sessions) == 3
+    assert len(engine.group.worker.sessions) == 3
     without = asyncio.run(conversations(engine, PROMPTS, [None] * 3, 3))
     for found, expected in zip(with_cache, without, strict=True):
         for turn in range(3):
@@ -365,7 +365,7 @@ def test_a_turn_that_continues_a_session_equals_a_full_prefill(model_folder, kin
 def test_a_turn_computes_only_its_new_tokens_until_its_session_is_closed(engine, widths):
     asyncio.run(conversations(engine, PROMPTS[:1], ["a"], 2))
     assert widths == [(1, 6), (1, 4)]  # the last sampled token has not been computed yet
-    sessions = engine.group.worker._rows._sessions
+    sessions = engine.group.worker.sessions
     assert sessions.num_bytes > 0
     engine.close_sessions(["a", "unknown"])
     assert (len(sessions), sessions.num_bytes) == (0, 0)
@@ -387,7 +387,7 @@ def test_a_session_whose_history_was_rewritten_keeps_the_common_prefix(engine, w
 def test_sessions_stay_within_their_memory_and_the_oldest_are_discarded(folder):
     engine = HuggingFaceGeneration(folder, max_new_tokens=40, session_cache_mb=0)
     asyncio.run(conversations(engine, PROMPTS, NAMES, 1))
-    sessions = engine.group.worker._rows._sessions
+    sessions = engine.group.worker.sessions
     assert len(sessions) == 0
     sessions._max_bytes = 5000  # two layers, two heads of 8 numbers: 256 bytes a token
     for row in range(3):
@@ -401,7 +401,7 @@ def test_a_refit_discards_sessions(refitted):
     _, engine, sync = refitted
     before = asyncio.run(conversations(engine, PROMPTS[:1], ["a"], 1))[0][0]
     sync.sync()
-    assert len(engine.group.worker._rows._sessions) == 0
+    assert len(engine.group.worker.sessions) == 0
     turn = batch_of([*before["output_ids"][0].tolist(), 20, 30])
     assert_same_row(asyncio.run(row_of(engine, with_sessions(turn, ["a"]), 0)), engine.generate(turn), 0)
 
@@ -433,4 +433,4 @@ def test_rows_that_stream_are_returned_while_they_are_sampled_and_others_only_at
             assert output["output_ids"][0].tolist() == whole["output_ids"][0, :length].tolist()
             assert output["logprobs"][0].tolist() == whole["logprobs"][0, :length].tolist()
     assert several
-    assert rows_in(engine) == 0
+    assert rows_in(engine) == []

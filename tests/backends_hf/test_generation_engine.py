@@ -111,7 +111,7 @@ def test_progress_is_read_in_another_thread_while_a_batch_is_sampled_and_changes
     expected = engine.generate(batch)
     engine.finish_generation()
     with ThreadPoolExecutor(1) as reader:
-        hook = engine.group.worker._model.register_forward_pre_hook(
+        hook = engine.group.worker.model.register_forward_pre_hook(
             lambda *_: seen.append(reader.submit(engine.batch_progress).result())
         )
         output = engine.generate(batch)
@@ -180,7 +180,7 @@ def test_memory_that_was_freed_is_returned_when_generation_finishes(engine):
 def test_the_weights_of_an_engine_on_a_gpu_leave_it_until_they_are_needed(engine, monkeypatch):
     worker, moves = engine.group.worker, []
     monkeypatch.setattr(worker, "context", replace(worker.context, device="cuda"))
-    monkeypatch.setattr(worker._model, "to", moves.append)
+    monkeypatch.setattr(worker.model, "to", moves.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine.finish_generation()
     assert moves == ["cpu"]

@@ -5,10 +5,10 @@ import tokenizers
 import torch
 import transformers
 
-from rl_backends_base.token_choice import SamplingParameters
+from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
 from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, NonFiniteError, NotSupportedError
 
@@ -58,12 +58,8 @@ def batch_of(prompts, *, seeds=None, **columns):
 
 
 def sampler_of(model, *, tokenizer=None, max_new_tokens=NEW_TOKENS, **settings):
-    shape = {key: settings.pop(key) for key in ("temperature", "top_k", "top_p", "repetition_penalty") if key in settings}
-    return Sampler(
-        model,
-        settings=SamplerSettings(parameters=SamplingParameters(**shape), max_new_tokens=max_new_tokens, **settings),
-        tokenizer=tokenizer,
-    )
+    hf_cfg = {key: settings.pop(key) for key in HFSamplerConfig.model_fields if key in settings}
+    return Sampler(model, HFGenerationConfig(max_new_tokens=max_new_tokens, hf_cfg=hf_cfg, **settings), tokenizer=tokenizer)
 
 
 def completions_of(output):
@@ -155,8 +151,9 @@ def test_a_row_depends_on_its_seed_and_not_on_neighbours_order_batch_size_or_gro
     permuted = completions_of(sampler_of(model).generate(batch.select_indices(order)))
     assert permuted == [expected[row] for row in order]
     for rows, prefill in ((1, 8192), (5, 16), (12, 1)):
-        other = sampler_of(model, max_batch_rows=rows, prefill_tokens=prefill).generate(batch)
-        assert completions_of(other) == expected
+        other = sampler_of(model, max_batch_rows=rows)
+        other.prefill_tokens = prefill
+        assert completions_of(other.generate(batch)) == expected
     alone = [completions_of(sampler_of(model).generate(batch.slice(row, row + 1)))[0] for row in range(batch.size)]
     assert alone == expected
 

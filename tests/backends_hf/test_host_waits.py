@@ -9,11 +9,11 @@ import torch
 import transformers
 from simulated_gpu import SimulatedGpu
 
-from rl_backends_base.token_choice import SamplingParameters, next_tokens
+from rl_backends_base import SamplingParameters, row_sampler
+from rl_backends_base.token_choice import next_tokens
 from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
-from rl_backends_hf.sampling import decode_loop
 from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampler import Sampler
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 
@@ -59,12 +59,12 @@ def prompts():
 )
 def test_sampling_waits_once_per_token_and_gives_the_tokens_of_a_cpu(gpu, model_folder, monkeypatch, settings):
     draws = []
-    monkeypatch.setattr(decode_loop, "next_tokens", lambda *_, **kwargs: draws.append(1) or next_tokens(*_, **kwargs))
+    monkeypatch.setattr(row_sampler, "next_tokens", lambda *_, **kwargs: draws.append(1) or next_tokens(*_, **kwargs))
 
     def sample(model):
-        parameters = SamplingParameters(**settings)
-        sampler = Sampler(model, settings=SamplerSettings(max_new_tokens=NEW_TOKENS, parameters=parameters, max_batch_rows=4))
-        return sampler.generate(prompts())
+        hf_cfg = {"max_batch_rows": 4, "repetition_penalty": settings.get("repetition_penalty", 1.0)}
+        shape = {key: value for key, value in settings.items() if key != "repetition_penalty"}
+        return Sampler(model, HFGenerationConfig(max_new_tokens=NEW_TOKENS, hf_cfg=hf_cfg, **shape)).generate(prompts())
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama-tied"))
     expected = sample(model)

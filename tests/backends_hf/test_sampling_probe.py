@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from rl_backends_base.token_choice import SamplingParameters
 from rl_backends_hf import HuggingFaceGeneration
+from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling import sampler as sampler_module
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings, probe_sampling
+from rl_backends_hf.sampling.sampler import Sampler, probe_sampling
 from rl_core.errors import NotSupportedError, WorkerError
 
 SIZES = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -94,9 +94,8 @@ def test_weights_that_are_not_finite_are_left_to_the_first_call(compared):
 
 
 def test_settings_of_the_run_do_not_change_what_is_compared(compared):
-    parameters = SamplingParameters(temperature=0.1, top_k=2, repetition_penalty=1.5)
-    settings = SamplerSettings(parameters=parameters, max_new_tokens=1, stop_token_ids=tuple(range(3, 96)))
-    probe_sampling(Sampler(llama(), settings=settings))
+    shape = {"temperature": 0.1, "top_k": 2, "hf_cfg": {"repetition_penalty": 1.5}}
+    probe_sampling(Sampler(llama(), HFGenerationConfig(**shape, max_new_tokens=1, stop_token_ids=list(range(3, 96)))))
     assert compared == [(36, 3), (36, 3), (23, 3)]
 
 

@@ -7,8 +7,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_backends_base.row_sampler import DecodeLoop
+from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling import shared_prompts
-from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampler import Sampler
 from rl_backends_hf.sampling.shared_prompts import PromptTable, attend_by_products
 from rl_core.data.batched_data_dict import BatchedDataDict
 
@@ -45,7 +47,7 @@ def rows_of(prompt_of_row=PROMPT_OF_ROW, limits=LIMITS):
 
 def samplers(model):
     """One that shares prompts and one that does not."""
-    both = [Sampler(model, settings=SamplerSettings(max_new_tokens=30, max_batch_rows=6)) for _ in range(2)]
+    both = [Sampler(model, HFGenerationConfig(max_new_tokens=30, hf_cfg={"max_batch_rows": 6})) for _ in range(2)]
     both[1]._sharing.is_supported = False
     return both
 
@@ -97,13 +99,13 @@ def test_a_prompt_is_stored_once(model_folder):
     sharing, _ = samplers(load(model_folder("llama")))
     data = rows_of(prompt_of_row=(0,) * 6, limits=(30,) * 6)
     with sharing.prepared(rows=6, steps=30), sharing.without_gradients():
-        loop = sharing.decode_loop(capacity=6)
-        loop.add(sharing.read(data, greedy=False))
-        loop.step()
-        layer = loop._cache.layers[0]
+        loop = DecodeLoop(sharing, frozenset())
+        loop.add(sharing.rows.read(data, greedy=False))
+        loop.step(0)
+        layer = sharing._cache.layers[0]
         assert layer.prompts[0].shape[0] == 1
         assert layer.prompts[0].shape[2] == LENGTHS[0]
-        assert loop._cache.slots.width == 1  # of the row's own columns: the first token that was sampled
+        assert sharing._cache.slots.width == 1  # of the row's own columns: the first token that was sampled
 
 
 def test_layers_with_other_attention_are_noticed_and_their_rows_begin_again(model_folder, monkeypatch):
@@ -128,12 +130,12 @@ def test_a_copy_of_a_slot_contains_its_shared_prompt(model_folder):
     caches = []
     for sampler in samplers(load(model_folder("llama"))):
         with sampler.prepared(rows=6, steps=30), sampler.without_gradients():
-            loop = sampler.decode_loop(capacity=6)
-            loop.add(sampler.read(rows_of(prompt_of_row=(0, 0, 1, 0), limits=(20,) * 4), greedy=False))
+            loop = DecodeLoop(sampler, frozenset())
+            loop.add(sampler.rows.read(rows_of(prompt_of_row=(0, 0, 1, 0), limits=(20,) * 4), greedy=False))
             for _ in range(4):
-                loop.step()
-            slot = next(slot for slot, row in enumerate(loop._active) if row.prompt.number == 3)
-            caches.append([loop._cache.copy_of(slot, length) for length in (5, LENGTHS[0], LENGTHS[0] + 3)])
+                loop.step(0)
+            slot = next(slot for slot, row in enumerate(sampler._slots) if row.prompt.number == 3)
+            caches.append([sampler._cache.copy_of(slot, length) for length in (5, LENGTHS[0], LENGTHS[0] + 3)])
     for shared, copied in zip(*caches, strict=True):
         torch.testing.assert_close(shared, copied, atol=1e-5, rtol=0)
 

@@ -7,7 +7,9 @@ import time
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker, RowsInFlight
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.sampling.sampler import Sampler
+from rl_core.backend import weights_of
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.interfaces import GenerationInterface
@@ -105,9 +107,12 @@ class KeepsItsFirstWeights(EngineOf):
     class Worker(HFGenerationWorker):
         def setup(self):
             facts = super().setup()
-            self._sampler.model = copy.deepcopy(self._sampler.model)
-            self._rows = RowsInFlight(self._sampler, session_bytes=0)
+            self._received = self.model
+            self.attach(copy.deepcopy(self.model), self.config)
             return facts
+
+        def replaceable_weights(self):
+            return weights_of(self._received)
 
 
 class KeepsKeysAndValues(EngineOf):
@@ -116,15 +121,19 @@ class KeepsKeysAndValues(EngineOf):
     class Worker(HFGenerationWorker):
         def setup(self):
             facts = super().setup()
-            loop = self._rows._loop
+            loop = self._sampler._loop
             step, loop.recompute = loop.step, lambda: None
 
-            def slow_step():
+            def slow_step(weight_version):
                 time.sleep(0.005)  # so that rows are in progress at every refit
-                return step()
+                return step(weight_version)
 
             loop.step = slow_step
             return facts
+
+        def generate(self, data, *, greedy=False):
+            other = Sampler(self.model, self.config)  # does not affect the rows in progress
+            return other.generate(data, greedy, weight_version=self.get_weight_version())
 
 
 class LeavesOutTheEndToken(EngineOf):
@@ -389,10 +398,11 @@ class StreamsFromItsFirstWeights(EngineOf):
     class Worker(HFGenerationWorker):
         def setup(self):
             facts = super().setup()
-            sampler = copy.copy(self._sampler)
-            sampler.model = copy.deepcopy(sampler.model)
-            self._rows = RowsInFlight(sampler, session_bytes=0)
+            self._sampler = Sampler(copy.deepcopy(self.model), self.config).rows
             return facts
+
+        def generate(self, data, *, greedy=False):
+            return Sampler(self.model, self.config).generate(data, greedy, weight_version=self.get_weight_version())
 
 
 class SwapsLogProbabilitiesOfTwoRows(EngineOf):

@@ -40,9 +40,9 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
     - `prefill`: logits of the token after each row.
     - `decode`, if the engine keeps a state of each row (`Row.state`), or one cache for all rows, which `keep` updates.
 
-    It may also override `find_tokenizer`, `sampling_parameters`, `named_weights` (if the names of the checkpoint are not those
-    of the modules), `can_offload`, and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `top_logprobs`,
-    `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
+    It may also override `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names
+    of the checkpoint are not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`,
+    `top_k`, `top_logprobs`, `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
 
     Args:
         context: rank, master address and device.
@@ -74,6 +74,11 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
         return SamplingParameters.of(self.config)
 
     @property
+    def sampling_seed(self) -> int:
+        """For rows without a seed; by default, that of the process."""
+        return self.context.seed
+
+    @property
     def can_offload(self) -> bool:
         """Whether the weights may be moved to CPU memory while the engine is idle."""
         return True
@@ -100,7 +105,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
             end_ids=end_token_ids(*sources, further=self.config.stop_token_ids, repeated=self.config.eos_token_id),
             tokenizer=tokenizer,
             parameters=self.sampling_parameters(),
-            seed=self.context.seed,
+            seed=self.sampling_seed,
             rank=self.context.rank,
         )
         self.prepare_for_generation()

@@ -19,7 +19,7 @@ def token_rows(prompts):
 
 def model_of(engine):
     engine.wait_ready()
-    return engine.group.worker._model
+    return engine.group.worker.model
 
 
 def test_an_engine_that_keeps_its_limit(engine, prompts):

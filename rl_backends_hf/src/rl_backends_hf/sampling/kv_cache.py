@@ -354,7 +354,12 @@ class CacheBudget:
         self.max_rows = max_rows
         self._given = self._max_bytes = max_bytes
         self._token_bytes = token_bytes(model)
-        self._device = model.get_input_embeddings().weight.device
+        self._embeddings = model.get_input_embeddings()
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._embeddings.weight.device
+        return device
 
     @property
     def is_limited(self) -> bool:

@@ -45,6 +45,10 @@ class PrefillPlan:
         """Number of tokens at the start of each group's prompt whose keys and values are reused, not computed."""
         return [len(prefix.tokens) for prefix in self.prefixes] or [0] * len(self.groups)
 
+    def has_space_for(self, group: PromptGroup, *, max_tokens: int) -> bool:
+        """Whether the prefill has at most `max_tokens` padded tokens with one more group."""
+        return (len(self.groups) + 1) * max(len(each.prompt) for each in (*self.groups, group)) <= max_tokens
+
 
 def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, DynamicCache]:
     """Logits [N, V] of the token after each group's prompt, and keys and values.

@@ -5,7 +5,7 @@ A `SessionCache` keeps keys and values between the turns of a conversation, so t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -22,18 +22,14 @@ class PromptGroup:
     prompt: list[int]
     rows: list[Row]
 
-    def without(self, gone: Collection[int]) -> PromptGroup:
-        """The group without the rows with these `id`s."""
-        return PromptGroup(prompt=self.prompt, rows=[row for row in self.rows if id(row) not in gone])
-
 
 def group_by_prompt(rows: Iterable[Row]) -> list[PromptGroup]:
-    """Groups of rows with the same tokens, prompt and completion; longest first."""
+    """Groups of rows with the same tokens, prompt and completion, in the order of their first rows."""
     groups: dict[tuple[int, ...], PromptGroup] = {}
     for row in rows:
         tokens = row.sequence
         groups.setdefault(tuple(tokens), PromptGroup(prompt=tokens, rows=[])).rows.append(row)
-    return sorted(groups.values(), key=lambda group: len(group.prompt), reverse=True)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, kw_only=True)

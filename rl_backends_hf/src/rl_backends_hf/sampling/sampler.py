@@ -10,92 +10,230 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_base.rows import Row, to_rows
-from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters
+from rl_backends_base import Row, RowSampler, SamplingParameters, TokenModel
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.decode_loop import DecodeLoop
-from rl_backends_hf.sampling.kv_cache import CacheBudget
+from rl_backends_hf.sampling.kv_cache import CacheBudget, SlotCache
 from rl_backends_hf.sampling.packed_linears import packed_linears
-from rl_backends_hf.sampling.prefill import AttentionLayout, decoding_attention
-from rl_backends_hf.sampling.rows import SessionCache
-from rl_backends_hf.sampling.shared_prompts import PromptSharing
+from rl_backends_hf.sampling.prefill import AttentionLayout, PrefillPlan, decoding_attention, prefill
+from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, SessionCache, group_by_prompt
+from rl_backends_hf.sampling.shared_prompts import PromptSharing, prefers_products
 from rl_backends_hf.scoring.probe import refusing_errors, tolerance
-from rl_core.backend import BatchedDataDict
-from rl_core.data.generation_io import LengthLimits, PromptReader, end_token_ids, to_output
+from rl_backends_hf.transformers_internals import attention_of, cache_keyword
+from rl_core.backend import BatchedDataDict, end_token_ids
+from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NonFiniteError, NotSupportedError
-from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+
+_FIRST_NEW_COLUMNS: Final = 64
+"""Initial number of cache columns beyond the longest prompt that is not shared; the cache doubles when they are used up."""
+_REFILL_SHARE: Final = 8
+"""Rows join once one in this many slots is free, because a prefill of few rows costs nearly as much as one of many."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerSettings:
-    """How to sample.
+class SlotRows(TokenModel):
+    """Rows in slots of a KV cache, which exists only while rows are in flight; nothing else depends on the weights.
 
     Attributes:
-        parameters: the distribution.
-        max_new_tokens: maximum number of tokens of a completion.
-        max_model_len: maximum number of tokens of prompt and completion; at most, and by default, the model's own limit.
-        stop_strings: strings that end a completion, in addition to a row's own.
-        stop_token_ids: tokens that end one, in addition to the end-of-sequence tokens of model and tokenizer.
-        eos_token_id: must be one of the latter, if it is not None.
-        max_batch_rows: maximum number of rows decoded together.
-        cache_bytes: memory limit of keys and values; see `CacheBudget`.
-        prefill_tokens: maximum number of padded tokens of one prefill.
+        model: a causal LM.
+        vocab_size: number of token ids that a prompt may have.
+        max_model_len: maximum number of tokens of prompt and completion.
+        sessions: keys and values of earlier turns.
     """
 
-    parameters: SamplingParameters = field(default_factory=SamplingParameters)
-    max_new_tokens: int = 256
-    max_model_len: int | None = None
-    stop_strings: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    eos_token_id: int | None = None
-    max_batch_rows: int = 256
-    cache_bytes: int | None = None
+    model: Any
     prefill_tokens: int = 8192
+    """Maximum number of padded tokens of one prefill."""
 
-    @classmethod
-    def from_config(cls, config: HFGenerationConfig, *, max_model_len: int | None = None) -> SamplerSettings:
-        """The settings of a section `policy.generation`.
+    def attach(self, model: PreTrainedModel, config: HFGenerationConfig) -> None:
+        """Sample from `model` from now on.
 
-        Args:
-            config: the section.
-            max_model_len: an additional limit, such as the policy's `max_total_sequence_length`.
+        Raises:
+            NotSupportedError: the cache does not support the model's attention.
         """
-        bounds = [bound for bound in (config.hf_cfg.max_model_len, max_model_len) if bound is not None]
-        return cls(
-            parameters=SamplingParameters(
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                repetition_penalty=config.hf_cfg.repetition_penalty,
-            ),
-            max_new_tokens=config.max_new_tokens,
-            max_model_len=min(bounds, default=None),
-            stop_strings=tuple(config.stop_strings or ()),
-            stop_token_ids=tuple(config.stop_token_ids or ()),
-            eos_token_id=config.eos_token_id,
-            max_batch_rows=config.hf_cfg.max_batch_rows,
-            cache_bytes=None if config.hf_cfg.kv_cache_gib is None else int(config.hf_cfg.kv_cache_gib * 2**30),
-        )
+        self.model, hf = model, config.hf_cfg
+        self._layout = AttentionLayout.of(model)
+        self._sharing = PromptSharing.of(model, window=self._layout.window)
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise NotSupportedError(
+                f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
+                "compute the logits of every position of a prompt. Use another generation backend for this model."
+            )
+        own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        bounds = [bound for bound in (hf.max_model_len, own_limit) if bound is not None]
+        self.max_model_len = min(bounds, default=2**31)
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.max_batch_rows = hf.max_batch_rows
+        max_bytes = None if hf.kv_cache_gib is None else int(hf.kv_cache_gib * 2**30)
+        self._budget = CacheBudget(model, max_rows=hf.max_batch_rows, max_bytes=max_bytes)
+        self.sessions = SessionCache(hf.session_cache_mb * 2**20)
+        self._cache_keyword = cache_keyword(model)
+        self._cache: SlotCache | None = None
+        self._slots: list[Row] = []
+
+    def admit(self, waiting: Sequence[Row], active: Sequence[Row]) -> Sequence[Row]:
+        """The rows of whole prompts that fit into the free slots; those of a prompt with more rows than slots are split."""
+        capacity = self._capacity([*waiting, *active])
+        free = capacity - len(active)
+        if active and free < capacity // _REFILL_SHARE and free < len(waiting):
+            return []
+        taken: list[Row] = []
+        for group in group_by_prompt(waiting):
+            if len(taken) + len(group.rows) > free:
+                return taken if taken or active else group.rows[:free]
+            taken += group.rows
+        return taken
+
+    def _capacity(self, rows: Sequence[Row]) -> int:
+        """Number of rows that may be decoded together; active rows may be more than that once longer ones wait."""
+        if not self._budget.is_limited:
+            return self._budget.max_rows
+        if self._cache is None:
+            self._budget.measure()
+        return self._budget.rows(longest=max(row.longest for row in rows))
+
+    def prefill(self, rows: Sequence[Row]) -> torch.Tensor:
+        groups, logits = group_by_prompt(rows), list[torch.Tensor]()
+        first = len(self._slots)
+        for plan in self._plans(groups):
+            computed, prefilled = prefill(self.model, plan)
+            sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
+            begun = [row for group in plan.groups for row in group.rows]
+            shared = [] if plan.prefixes else [index for index, group in enumerate(plan.groups) if self._shared_tokens(group)]
+            self._slots_for(begun, groups).add(
+                prefilled, sources=sources, lengths=[row.num_tokens for row in begun], past=plan.past, shared=shared
+            )
+            self._slots += begun
+            logits.append(computed[self._tensor(sources)])
+        return self._in_order(torch.cat(logits) if len(logits) > 1 else logits[0], self._slots[first:], rows)
+
+    def _plans(self, groups: Sequence[PromptGroup]) -> list[PrefillPlan]:
+        """Prefills of groups that start from their prompt, and then of those that continue a session."""
+        fresh, resumed = list[PrefillPlan](), list[PrefillPlan]()
+        for group in groups:
+            prefix = self._prefix_of(group)
+            plans = fresh if prefix is None else resumed
+            # Padding between earlier and new tokens would be counted as part of a sliding window.
+            is_alone = not plans or (prefix is not None and self._layout.window is not None)
+            if is_alone or not plans[-1].has_space_for(group, max_tokens=self.prefill_tokens):
+                plans.append(PrefillPlan(groups=[], prefixes=[]))
+            plans[-1].groups.append(group)
+            plans[-1].prefixes.extend([prefix] if prefix else [])
+        return fresh + resumed
+
+    def _prefix_of(self, group: PromptGroup) -> CachedPrefix | None:
+        """The longest prefix that the sessions of the group's rows have left."""
+        kept = [self.sessions.take(row.session) for row in group.rows if row.session is not None]
+        prefixes = [prefix.of(group.prompt) for prefix in kept if prefix is not None]
+        best = max(prefixes, key=lambda prefix: len(prefix.tokens), default=None)
+        return best if best is not None and best.tokens else None
+
+    def _shared_tokens(self, group: PromptGroup) -> int:
+        return self._sharing.shared_tokens(group.prompt, len(group.rows))
+
+    def _slots_for(self, rows: Sequence[Row], groups: Sequence[PromptGroup]) -> SlotCache:
+        """The cache, with free slots for `rows`; those of `groups` follow."""
+        begun = [*self._slots, *(row for group in groups for row in group.rows)]
+        max_columns = max(row.longest for row in begun)
+        capacity = self._budget.rows(longest=max_columns)
+        if self._cache is None:
+            first_columns = _FIRST_NEW_COLUMNS + max(len(group.prompt) - self._shared_tokens(group) for group in groups)
+            self._cache = SlotCache(
+                num_layers=self._layout.num_layers,
+                capacity=min(capacity, len(begun)),
+                first_columns=min(first_columns, max_columns),
+                device=self._input_device,
+            )
+        self._cache.max_columns = max_columns
+        self._cache.ensure_slots(len(self._slots) + len(rows), most=capacity)
+        return self._cache
+
+    def decode(self, rows: Sequence[Row]) -> torch.Tensor:
+        cache = self._cache
+        assert cache is not None
+        cache.advance()
+        prompts = cache.prompts
+        adds_mask = prompts is not None or attention_of(self.model) == "eager"
+        score_dtype = self.model.dtype if adds_mask or prefers_products(self._input_device, self.model.dtype) else None
+        logits = self.model(
+            input_ids=self._tensor([row.tokens[-1:] for row in self._slots]),
+            attention_mask=self._layout.mask(cache, score_dtype=score_dtype),
+            position_ids=cache.slots.positions.unsqueeze(1),
+            use_cache=True,
+            **{self._cache_keyword: cache},
+            **({} if prompts is None else {"slot_cache": cache}),
+        ).logits[:, -1]
+        if prompts is not None and prompts.calls_of_pass() != self._layout.num_layers:
+            # A layer with other attention, such as a soft cap, did not read the prompts: start again without sharing.
+            self._sharing.is_supported, self._cache, self._slots = False, None, []
+            return self.prefill(rows)
+        return self._in_order(logits, self._slots, rows)
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """Keep keys and values of sessions whose turn has ended."""
+        slots = {row: slot for slot, row in enumerate(self._slots)}
+        for row in rows:
+            if row.session is not None and row.has_ended and row.error is None:
+                assert self._cache is not None
+                self.sessions.put(row.session, row.sequence[:-1], self._cache, slots[row])
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        slots = {row: slot for slot, row in enumerate(self._slots)}
+        self._slots = list(rows)
+        if rows and self._cache is not None:
+            self._cache.keep([slots[row] for row in rows], tokens=[row.num_tokens - 1 for row in rows])
+        else:
+            self._cache = None
+
+    @contextmanager
+    def prepared(self, *, rows: int, steps: int) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with decoding_attention(self.model), packed_linears(self.model, rows=rows, steps=steps):
+                yield
+        finally:
+            self.sessions.clear()
+            self.model.train(was_training)
+
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        # Dynamic rotary embeddings store tensors in the module; created in inference mode, they could not be used in training.
+        rope = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+            return torch.no_grad()
+        return torch.inference_mode()
+
+    @property
+    def _input_device(self) -> torch.device:
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int64), self._input_device)
+
+    def _in_order(self, logits: torch.Tensor, present: Sequence[Row], wanted: Sequence[Row]) -> torch.Tensor:
+        """Logits of the rows `present` in the order `wanted`."""
+        if present == list(wanted):
+            return logits
+        index = {row: number for number, row in enumerate(present)}
+        return logits[self._tensor([index[row] for row in wanted])]
 
 
-class Sampler:
-    """Samples from a model with weights that may change between calls; nothing that depends on them is kept between calls.
+class Sampler(SlotRows):
+    """Samples from a model with weights that may change between calls.
 
     Args:
         model: a causal LM; called in eval mode, and restored afterwards.
-        settings: how to sample.
+        config: how to sample.
         tokenizer: the model's; required for stop strings, and may define another end token.
         seed: for rows without `sample_seeds`.
         rank: index of the replica, whose rows without `sample_seeds` differ from those of others.
 
     Attributes:
-        batch: rows of the latest `generate` call, which other threads may read.
+        rows: the rows.
 
     Raises:
         NotSupportedError: the cache does not support the model's attention.
@@ -104,108 +242,33 @@ class Sampler:
     def __init__(
         self,
         model: PreTrainedModel,
+        config: HFGenerationConfig | None = None,
         *,
-        settings: SamplerSettings | None = None,
         tokenizer: Any = None,
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        self.model, self.settings, self.tokenizer = model, settings or SamplerSettings(), tokenizer
-        self.batch: Sequence[Row] = ()
-        self._layout = AttentionLayout.of(model)
-        self._sharing = PromptSharing.of(model, window=self._layout.window)
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise NotSupportedError(
-                f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
-                "compute the logits of every position of a prompt. Use another generation backend for this model."
-            )
-        sources, own = (model.generation_config, model.config, tokenizer), self.settings
-        self._end_ids = end_token_ids(*sources, further=own.stop_token_ids, repeated=own.eos_token_id)
-        own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        bounds = [bound for bound in (self.settings.max_model_len, own_limit) if bound is not None]
-        self.max_model_len = min(bounds, default=2**31)
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        limits = LengthLimits(
+        config = config or HFGenerationConfig()
+        self.attach(model, config)
+        self.rows = RowSampler(
+            self,
+            config,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            max_new_tokens=self.settings.max_new_tokens,
-        )
-        self._reader = PromptReader(
-            limits,
-            stop_strings=self.settings.stop_strings,
-            reads_text=tokenizer is not None,
-            reads_sampling=True,
-            row_options=ROW_OPTIONS,
+            end_ids=end_token_ids(
+                *(model.generation_config, model.config, tokenizer),
+                further=config.stop_token_ids,
+                repeated=config.eos_token_id,
+            ),
+            tokenizer=tokenizer,
+            parameters=SamplingParameters.of(config, repetition_penalty=config.hf_cfg.repetition_penalty),
             seed=seed,
             rank=rank,
         )
 
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, weight_version: int = -1
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every row of `data`; see `GenerationInterface.generate`.
-
-        Args:
-            data: prompts, see `GenerationDatumSpec`.
-            greedy: take the most likely token at each position.
-            weight_version: recorded with every token.
-
-        Raises:
-            DataError: a prompt is empty, contains an id outside the vocabulary, or leaves no tokens within `max_model_len`.
-            NonFiniteError: the model's logits are NaN or infinite.
-        """
-        rows = self.batch = self.read(data, greedy=greedy)
-        if rows:
-            count = min(len(rows), self.settings.max_batch_rows)
-            with self.prepared(rows=count, steps=max(row.prompt.limit for row in rows)), self.without_gradients():
-                loop = self.decode_loop(capacity=count)
-                loop.weight_version = weight_version
-                loop.add(rows)
-                while not loop.is_idle:
-                    for row in loop.step():
-                        if row.error is not None:
-                            raise row.error
-        return to_output([row.so_far() for row in rows], has_options="sampling" in data)
-
-    def read(self, data: BatchedDataDict[GenerationDatumSpec], *, greedy: bool) -> list[Row]:
-        """Read the rows of a `generate` call, which have no sampled tokens yet; raises as `generate`."""
-        return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy, parameters=self.settings.parameters)
-
-    def decode_loop(self, *, capacity: int, sessions: SessionCache | None = None) -> DecodeLoop:
-        """A loop of at most `capacity` rows at a time; it runs within `prepared` and `without_gradients`."""
-        return DecodeLoop(
-            self.model,
-            self._layout,
-            self._end_ids,
-            budget=CacheBudget(self.model, max_rows=capacity, max_bytes=self.settings.cache_bytes),
-            prefill_tokens=self.settings.prefill_tokens,
-            sharing=self._sharing,
-            sessions=sessions,
-        )
-
-    @contextmanager
-    def prepared(self, *, rows: int, steps: int) -> Iterator[None]:
-        """Prepare the model for decoding while the block runs, in which its weights must not change.
-
-        Args:
-            rows: number of rows.
-            steps: approximate number of tokens of each.
-        """
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with decoding_attention(self.model), packed_linears(self.model, rows=rows, steps=steps):
-                yield
-        finally:
-            self.model.train(was_training)
-
-    def without_gradients(self) -> AbstractContextManager[Any]:
-        """Run the model without recording gradients, in this thread."""
-        # Dynamic rotary embeddings store tensors in the module; created in inference mode, they could not be used in training.
-        rope = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-            return torch.no_grad()
-        return torch.inference_mode()
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, weight_version: int = -1) -> BatchedDataDict[Any]:
+        """Complete every row of `data`; see `RowSampler.generate`."""
+        return self.rows.generate(data, greedy=greedy, weight_version=weight_version)
 
 
 _PROMPTS: Final = ((0, 33), (0, 33), (1, 20))
@@ -213,7 +276,7 @@ _PROMPTS: Final = ((0, 33), (0, 33), (1, 20))
 _NEW: Final = 3
 
 
-def probe_sampling(sampler: Sampler) -> None:
+def probe_sampling(sampler: SlotRows) -> None:
     """Compare the log-probabilities of sampled tokens with those of each row alone, without a cache.
 
     Raises:
@@ -222,12 +285,9 @@ def probe_sampling(sampler: Sampler) -> None:
     model, longest = sampler.model, sampler.max_model_len - _NEW
     if longest < 1:
         return
-    settings = replace(
-        sampler.settings, parameters=SamplingParameters(), max_new_tokens=_NEW, stop_strings=(), stop_token_ids=()
-    )
     with refusing_errors(model, "be sampled from; use another generation backend"):
         try:
-            output = Sampler(model, settings=settings).generate(_prompts(sampler.vocab_size, longest))
+            output = Sampler(model, HFGenerationConfig(max_new_tokens=_NEW)).generate(_prompts(sampler.vocab_size, longest))
         except NonFiniteError:  # the weights are; the first call of `generate` says so
             return
         difference = _largest_difference(sampler, output)
@@ -249,7 +309,7 @@ def _prompts(vocab_size: int, longest: int) -> BatchedDataDict[Any]:
     return BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "prompt_id": prompts, "sample_seeds": seeds})
 
 
-def _largest_difference(sampler: Sampler, output: BatchedDataDict[Any]) -> float:
+def _largest_difference(sampler: SlotRows, output: BatchedDataDict[Any]) -> float:
     """Between the log-probabilities of sampled tokens and those of a forward pass over their row."""
     model, differences = sampler.model, []
     with sampler.without_gradients():

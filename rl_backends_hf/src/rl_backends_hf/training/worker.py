@@ -258,7 +258,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         return keys + (super().size_keys(doing) if doing == "loading" else [])
 
     def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
-        from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+        from rl_backends_hf.sampling.sampler import Sampler
 
         if self.parallel.shards:
             raise NotSupportedError(
@@ -268,11 +268,10 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             )
         self.move(weights=self.device)
         if self._sampler is None:
-            section = self.config.own_sampler
-            settings = SamplerSettings.from_config(section, max_model_len=self.config.max_total_sequence_length)
+            section = self.config.own_sampler.for_policy(self.config)
             self._sampler = Sampler(
                 self.model.model,
-                settings=settings,
+                section,
                 tokenizer=self.find_tokenizer(),
                 seed=section.hf_cfg.seed,
                 rank=self.context.rank,
