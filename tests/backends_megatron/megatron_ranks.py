@@ -144,7 +144,8 @@ class Rank:
         found["logprobs"] = worker.get_logprobs(shard)["logprobs"]
         found["reference"] = worker.get_logprobs(shard, reference=True)["logprobs"]
         if "context_parallel_size" not in layout.megatron:
-            found["sampled"] = worker.generate(make_prompts(), greedy=True)
+            data_rank = grid_of(layout).get_worker_coords(self.rank)["data"]  # one rank's rows end before those of another
+            found["sampled"] = worker.generate(make_prompts().slice(min(data_rank, 1), 3), greedy=True)
         found["before"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
         found["eval"] = worker.train(shard, NLL(), counts=counts_of(rows), eval_mode=True)[0]
         found["step"] = worker.train(shard, NLL(), counts=counts_of(rows))[0]

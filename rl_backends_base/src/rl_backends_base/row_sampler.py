@@ -9,7 +9,7 @@ import math
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ _PAUSED_WAIT_S: Final = 0.01
 POLLED_ROWS: Final = 16
 """Number of rows that `poll` prepares the model for; the number that arrives is not known."""
 
+Alternatives = Mapping[int, list[tuple[int, float]]]
+"""Number of a row to the most likely tokens and their log-probabilities."""
 Results = dict[str, BatchedDataDict[Any] | RLCoreError]
 """Name of a row to its output, or to the error that prevents its completion."""
 
@@ -71,6 +73,22 @@ class TokenModel(ABC):
     def admit(self, waiting: Sequence[Row], active: Sequence[Row]) -> Sequence[Row]:
         """The rows of `waiting` to start now, next to the `active` ones; called again until there are none."""
         return waiting[: max(0, self.max_batch_rows - len(active))]
+
+    def draw(self, rows: Sequence[Row], logits: torch.Tensor) -> tuple[torch.Tensor, Alternatives]:
+        """Tokens and their log-probabilities, [2, len(rows)] float64, and the most likely tokens of rows that request them.
+
+        One tensor, because the host waits for each that it reads from a GPU; float64 is exact for both. Overwrites `logits`. If
+        ranks share a model, all of them must return the same.
+        """
+        return _draw_tokens(rows, logits)
+
+    def assist(self) -> bool:
+        """Called once all rows of a `generate` call have ended; for ranks that share layers with ranks which still have rows.
+
+        Returns:
+            Whether to call it again. By default, False.
+        """
+        return False
 
     def prepared(self, *, rows: int, steps: int) -> AbstractContextManager[Any]:
         """Prepare the model for sampling while the block runs, in which its weights do not change; by default, nothing happens.
@@ -166,6 +184,8 @@ class RowSampler:
                         for row in loop.step(weight_version):
                             if row.error is not None:
                                 raise row.error
+                    while self._model.assist():
+                        pass
                 finally:
                     loop.recompute()
         return to_output([row.so_far() for row in rows], has_options="sampling" in data)
@@ -315,7 +335,7 @@ class DecodeLoop:
     def _draw(self, logits: torch.Tensor, first: int, weight_version: int) -> list[Row]:
         """Draw a token for the active rows from number `first` on, and remove ended rows, which are returned."""
         rows = self._active[first:]
-        drawn, likely = _draw_tokens(rows, logits)
+        drawn, likely = self._model.draw(rows, logits)
         ended: list[Row] = []
         remaining = list(range(first))
         for number, alternatives in likely.items():
@@ -351,11 +371,7 @@ def _longest_first(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: row.num_tokens, reverse=True)
 
 
-def _draw_tokens(rows: Sequence[Row], logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, list[tuple[int, float]]]]:
-    """Tokens and their log-probabilities, [2, N] float64, which is exact for both; and the most likely tokens of rows that ask.
-
-    One tensor, because the host waits for each that it reads from a GPU.
-    """
+def _draw_tokens(rows: Sequence[Row], logits: torch.Tensor) -> tuple[torch.Tensor, Alternatives]:
     device = logits.device
     seeds, positions = _indices([[row.prompt.seed for row in rows], [row.num_tokens for row in rows]], device)
     drawn, likely = torch.empty(2, len(rows), dtype=torch.float64, device=device), dict[int, list[tuple[int, float]]]()

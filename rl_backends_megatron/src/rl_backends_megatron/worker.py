@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from rl_core.backend import (
     refuse_other_head,
 )
 from rl_core.config.schema import GenerationConfig
-from rl_core.data.tokenizer import decode
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import LossFunction
 
@@ -185,8 +183,8 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         if self._sampler is None:
             self._sampler = self._make_sampler()
         with cpu_shim():
-            completions: BatchedDataDict[Any] = self._sampler.generate(
-                list(self.model), data, greedy=greedy, weight_version=self.get_weight_version()
+            completions: BatchedDataDict[Any] = self._sampler.rows.generate(
+                data, greedy=greedy, weight_version=self.get_weight_version()
             )
         return completions
 
@@ -246,6 +244,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
             saved = saved_setting(Path(optimizer_path), SHARDS_OPTIMIZER)
             if saved not in (None, self.config.megatron_cfg.use_distributed_optimizer):
                 del self.model, self.state, self._model, self._weights, self._masters
+                self._sampler = None
                 self._build(shards_optimizer=saved)
         super().load_checkpoint(weights_path, optimizer_path)
 
@@ -326,16 +325,18 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         section = self.config.generation or GenerationConfig(backend="megatron")
         tokenizer = self.find_tokenizer()
         return Sampler(
+            list(self.model),
             section,
             self._ranks,
             vocab_size=self._model.vocab_size,
             end_ids=end_token_ids(
-                read_generation_config(self._model.folder), self._model.hf, tokenizer, repeated=section.eos_token_id
+                *(read_generation_config(self._model.folder), self._model.hf, tokenizer),
+                further=section.stop_token_ids,
+                repeated=section.eos_token_id,
             ),
             max_model_len=min(self.config.max_total_sequence_length, self._model.hf.max_position_embeddings),
             seed=self.config.megatron_cfg.seed,
-            multiple=self._ranks.tensor.size(),
-            decode=None if tokenizer is None else partial(decode, tokenizer),
+            tokenizer=tokenizer,
         )
 
     def _config_to_save(self) -> Any:
