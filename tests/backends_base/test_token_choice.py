@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ SHAPES = [
     SamplingParameters(repetition_penalty=1.8, temperature=0.9),
     SamplingParameters(repetition_penalty=0.7, top_p=0.9, top_k=200),
     SamplingParameters(presence_penalty=1.5, temperature=0.8),
+    SamplingParameters(min_p=0.1),
+    SamplingParameters(min_p=0.02, temperature=1.7, top_k=40, top_p=0.8),
     SamplingParameters(frequency_penalty=-0.7, presence_penalty=0.4, repetition_penalty=1.3, top_k=60),
 ]
 SAMPLED = [3, 50, 3, 12]
@@ -35,8 +38,8 @@ def written_out(logits, parameters, history=(), sampled=()):
         scores[token] -= parameters.presence_penalty + sampled.count(token) * parameters.frequency_penalty
     scores = [x / parameters.temperature for x in scores]
     ranked = sorted(range(len(scores)), key=lambda token: -scores[token])
-    kept = ranked if parameters.top_k is None else ranked[: parameters.top_k]
-    highest = scores[ranked[0]]
+    kept, highest = ranked if parameters.top_k is None else ranked[: parameters.top_k], scores[ranked[0]]
+    kept = [token for token in kept if math.exp(scores[token] - highest) >= parameters.min_p]
     weight = {token: math.exp(scores[token] - highest) for token in kept}
     total, reached, nucleus = sum(weight.values()), 0.0, []
     for token in kept:
@@ -183,7 +186,7 @@ def test_derived_seeds_differ_between_rows_calls_and_seeds():
 @pytest.mark.parametrize("parameters", SHAPES, ids=str)
 def test_the_most_likely_tokens_are_those_of_the_sampled_distribution(logits, parameters, greedy):
     history = [3, 3, 50, 699, 12]
-    kept = SamplingParameters(**{**vars(parameters), "top_k": None, "top_p": 1.0}) if greedy else parameters
+    kept = replace(parameters, top_k=None, top_p=1.0, min_p=0.0) if greedy else parameters
     expected = written_out(logits, kept, history, SAMPLED)
     _, _, likely = next_tokens(
         logits.expand(2, -1).clone(),

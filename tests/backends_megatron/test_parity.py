@@ -115,7 +115,8 @@ def test_every_rank_samples_what_transformers_samples_greedily(out, plain, name)
     for rank in found:
         answer = rank["sampled"]
         lengths = answer["unpadded_sequence_lengths"].tolist()
-        assert [ids[:length] for ids, length in zip(answer["output_ids"].tolist(), lengths, strict=True)] == expected[-len(lengths) :]
+        sampled = [ids[:length] for ids, length in zip(answer["output_ids"].tolist(), lengths, strict=True)]
+        assert sampled == expected[-len(lengths) :]
 
 
 @pytest.mark.parametrize("name", layouts.tiered("check", layouts.PARITY))

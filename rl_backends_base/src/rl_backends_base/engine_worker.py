@@ -66,8 +66,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
 
     def find_tokenizer(self) -> Any:
         """The model's Transformers tokenizer, which stop strings require; None if there is none."""
-        assert self.config.model_name is not None
-        return find_tokenizer(self.config.model_name, TokenizerConfig())
+        return find_tokenizer(str(self.config.model_name), TokenizerConfig())
 
     def sampling_parameters(self) -> SamplingParameters:
         """The distribution that tokens are drawn from; by default, `temperature`, `top_k` and `top_p` of the section."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from rl_backends_base.rows import Row, to_rows
+from rl_backends_base.rows import Row, StopStringScanner
 from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters, next_tokens
 from rl_core.backend import (
     BatchedDataDict,
@@ -162,7 +162,16 @@ class RowSampler:
 
     def read(self, data: BatchedDataDict[Any], *, greedy: bool) -> list[Row]:
         """Read the rows of a `generate` call, which have no sampled tokens yet; raises as `generate`."""
-        return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy, parameters=self._parameters)
+        shared, tokenizer = self._parameters, self.tokenizer
+        return [
+            Row(
+                prompt=prompt,
+                greedy=greedy,
+                parameters=shared.with_own(prompt.sampling) if prompt.sampling else shared,
+                scanner=StopStringScanner(tokenizer, prompt.stop_strings, prompt.tokens) if prompt.stop_strings else None,
+            )
+            for prompt in self._reader.read(data)
+        ]
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool, weight_version: int) -> BatchedDataDict[Any]:
         """Complete every row of `data`; see `GenerationInterface.generate`. Rows of `poll` are computed again afterwards.

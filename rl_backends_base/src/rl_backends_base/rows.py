@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rl_backends_base.token_choice import LIKELY_TOKENS, SamplingParameters
-from rl_core.data.generation_io import Completion, Prompt, SampledRow
+from rl_core.data.generation_io import Completion, SampledRow
 from rl_core.data.tokenizer import decode
 from rl_core.errors import RLCoreError
 
@@ -74,23 +74,6 @@ class Row(SampledRow):
         """The row with its tokens so far, at least one."""
         completion = self.completion(weight_version=self.versions[0])
         return replace(completion, token_versions=self.versions, top_logprobs=self.likely if self.num_likely else None)
-
-
-def to_rows(prompts: Sequence[Prompt], tokenizer: Any, *, greedy: bool, parameters: SamplingParameters) -> list[Row]:
-    """Rows without sampled tokens yet; `tokenizer` is required if a prompt has stop strings.
-
-    Raises:
-        DataError: a row's own sampling parameters are invalid.
-    """
-    return [
-        Row(
-            prompt=prompt,
-            greedy=greedy,
-            parameters=parameters.with_own(prompt.sampling) if prompt.sampling else parameters,
-            scanner=StopStringScanner(tokenizer, prompt.stop_strings, prompt.tokens) if prompt.stop_strings else None,
-        )
-        for prompt in prompts
-    ]
 
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"

@@ -23,7 +23,7 @@ _NUCLEUS_CANDIDATES: Final = 1024
 """Number of tokens per row that are sorted for top-p before falling back to the whole vocabulary."""
 LIKELY_TOKENS: Final = "top_logprobs"
 """Option of a row: the number of most likely tokens to report at each position."""
-ROW_OPTIONS: Final = (LIKELY_TOKENS, "repetition_penalty", "presence_penalty", "frequency_penalty")
+ROW_OPTIONS: Final = (LIKELY_TOKENS, "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Options of single rows, besides temperature, top-p and top-k."""
 
 
@@ -35,7 +35,8 @@ class SamplingParameters:
        (Keskar et al. 2019, arXiv:1909.05858). Then, for each token that was sampled c > 0 times, x - `presence_penalty` -
        c * `frequency_penalty`, as in OpenAI's API.
     2. `temperature`: logits are divided by it.
-    3. `top_k`: the k most likely tokens are kept, and all that tie with the last of them.
+    3. `top_k`: the k most likely tokens are kept, and all that tie with the last of them. Of these, `min_p` keeps tokens with
+       at least this share of the highest probability.
     4. `top_p`: of these, renormalized, the smallest set of most likely tokens with total probability of at least p is kept, and
        all that tie with the last of them.
     5. The kept tokens are renormalized.
@@ -46,6 +47,7 @@ class SamplingParameters:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -67,10 +69,11 @@ class SamplingParameters:
         top_k = 1 if changed.top_k is None else changed.top_k
         factors = (changed.temperature, changed.repetition_penalty)
         is_finite = all(map(math.isfinite, (*factors, changed.presence_penalty, changed.frequency_penalty)))
-        if not is_finite or min(factors) <= 0.0 or not 0.0 < changed.top_p <= 1.0 or top_k < 1:
+        is_filter = 0.0 < changed.top_p <= 1.0 and 0.0 <= changed.min_p <= 1.0 and top_k >= 1
+        if not is_finite or min(factors) <= 0.0 or not is_filter:
             raise DataError(
                 f"The sampling parameters {dict(own)} are not allowed: temperature and repetition_penalty must be above 0, "
-                "top_p above 0 and at most 1, top_k at least 1, and all of them finite."
+                "top_p above 0 and at most 1, min_p from 0 to 1, top_k at least 1, and all of them finite."
             )
         return changed
 
@@ -112,7 +115,7 @@ def next_tokens(
     if greedy:
         tokens = scores.argmax(dim=-1)
         return tokens, _gather(scores, tokens) - scores.logsumexp(dim=-1), _most_likely(scores, likely)
-    if parameters.top_k is not None or parameters.top_p < 1.0:
+    if parameters.top_k is not None or parameters.top_p < 1.0 or parameters.min_p:
         floor = _score_threshold(scores, parameters)
         scores.masked_fill_(scores < floor, float("-inf"))
     alternatives = _most_likely(scores, likely)
@@ -161,8 +164,11 @@ def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> to
     """[N, 1], the lowest score that is kept."""
     vocabulary = scores.shape[1]
     floor = scores.new_full((len(scores), 1), float("-inf"))
+    if parameters.min_p:
+        floor = scores.amax(dim=-1, keepdim=True) + math.log(parameters.min_p)
     if parameters.top_k is not None:
-        floor = scores.topk(min(parameters.top_k, vocabulary), dim=-1).values[:, -1:]
+        floor = torch.maximum(floor, scores.topk(min(parameters.top_k, vocabulary), dim=-1).values[:, -1:])
+    if parameters.top_k is not None or parameters.min_p:
         scores = scores.masked_fill(scores < floor, float("-inf"))
     if parameters.top_p >= 1.0:
         return floor

@@ -30,8 +30,7 @@ class HFGenerationWorker(SlotRows, TokenwiseWorker[HFGenerationConfig]):
         return facts
 
     def build(self) -> torch.nn.Module:
-        options, name = self.config.hf_cfg, self.config.model_name
-        assert name is not None
+        options, name = self.config.hf_cfg, str(self.config.model_name)
         model: torch.nn.Module = load_model(
             name, options=options, dtype=DTYPES[options.precision or "float32"], device=self.context.device
         )
@@ -48,8 +47,7 @@ class HFGenerationWorker(SlotRows, TokenwiseWorker[HFGenerationConfig]):
         }
 
     def find_tokenizer(self) -> Any:
-        options, name = self.config.hf_cfg, self.config.model_name
-        assert name is not None
+        options, name = self.config.hf_cfg, str(self.config.model_name)
         return find_tokenizer(name, options.tokenizer or TokenizerConfig(), trust_remote_code=options.trust_remote_code)
 
     def sampling_parameters(self) -> SamplingParameters:
