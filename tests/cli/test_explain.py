@@ -1,10 +1,17 @@
 """`rlcore explain`: meaning, type, bounds, default and reader of a key, and with a config its value and origin."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from command_line import rlcore
+
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.worker import GenerationFacts, PolicyFacts
+from rl_core.plugins.component import Kind
+from rlcore_cli.interface import interface_of
 
 GRPO = Path(__file__).parents[2] / "examples" / "grpo_addition.yaml"
 
@@ -201,3 +208,58 @@ def test_a_name_that_means_something_else_in_another_library_suggests_both_keys(
     assert "Did you mean loss_fn.beta or loss_fn.reference_policy_kl_penalty?" in explain("beta").stderr
     both = "Did you mean grpo.adv_estimator.reward_weights or env.<name>.reward_weights?"
     assert both in explain("reward_weights").stderr
+
+
+def test_the_interface_of_a_policy_shows_methods_facts_capabilities_and_classes_by_path():
+    output = explain("interface", "policy").stdout
+    for text in (
+        "  train(data, loss_fn, *, eval_mode=False, gbs=None, mbs=None)  required\n      Take one optimizer step",
+        "  get_logprobs(data)  default\n      Score every token of `data`",
+        "  vocab_size: int  required\n      Number of token ids that it scores.",
+        "  gradient_scale: float | Literal['dynamic']  optional\n",
+        "  scalar_head\n      value and reward models (`head: scalar`).\n      `get_values`, and losses",
+        "`policy.backend: my_module.MyClass`",
+        '`capabilities = ("in_process", "shared_memory")`',
+    ):
+        assert text in output
+    described = json.loads(explain("interface", "policy", "--json").stdout)
+    assert {"name": "vocab_size: int", "status": "required", "meaning": "Number of token ids that it scores."} in described[
+        "facts"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("interface", "polcy"), "There is no kind 'polcy'. Did you mean 'policy'? Kinds: policy, generation, "),
+        (("interface",), "There is no kind ''. Kinds: policy, "),
+        (("policy", "--json"), "--json needs `interface` and a kind of component"),
+    ],
+)
+def test_an_interface_of_no_kind_and_json_of_a_key_are_refused(arguments, message):
+    result = explain(*arguments)
+    assert (result.returncode, message in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_component_has_an_interface_with_documented_members(kind):
+    interface = interface_of(kind)
+    assert bool(interface.classes) == (kind not in (Kind.ALGORITHM, Kind.COMMAND))  # those are functions
+    undocumented = [entry.name for base in interface.classes for entry in base.members if not entry.meaning]
+    assert [name for name in undocumented if not name.startswith("__")] == []
+    assert bool(interface.facts) == (kind in (Kind.POLICY, Kind.GENERATION))
+    assert [fact.name for fact in interface.facts if fact.status == "optional" and "default" not in fact.meaning] == []
+
+
+def test_required_are_the_abstract_methods_and_the_keys_without_a_default():
+    interface = interface_of(Kind.POLICY)
+    [base] = (each for each in interface.classes if each.path.endswith(ColocatablePolicyInterface.__name__))
+    required = {entry.name.partition("(")[0] for entry in base.members if entry.status == "required"}
+    assert required == ColocatablePolicyInterface.__abstractmethods__
+    for kind, facts in ((Kind.POLICY, PolicyFacts), (Kind.GENERATION, GenerationFacts)):
+        assert {entry.name.partition(":")[0] for entry in interface_of(kind).facts} == {*facts.__annotations__}
+
+
+def test_a_class_of_a_distribution_that_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rl_sandbox", None)
+    assert interface_of(Kind.SANDBOX).classes[0].meaning == "Not installed: pip install rl-sandbox."

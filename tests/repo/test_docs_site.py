@@ -204,6 +204,12 @@ def test_the_page_of_the_conformance_kit_is_current():
     )
 
 
+def test_the_page_of_interfaces_is_current():
+    assert (ROOT / "docs" / "plugin_interfaces.md").read_text() == script("make_interfaces_page").interfaces_page(), (
+        "run python docs/make_interfaces_page.py"
+    )
+
+
 def test_the_page_of_batch_keys_is_current():
     page = (ROOT / "docs" / "batch_keys.md").read_text(encoding="utf-8")
     assert page == script("make_batch_keys").as_markdown(), "run python docs/make_batch_keys.py"

@@ -1,7 +1,7 @@
 """Commands that describe configs with the installed plugins.
 
-`rlcore explain` prints the meaning of a key, its allowed values and default, and its value in a config. `rlcore schema` writes
-the JSON schema, or the reference page.
+`rlcore explain` prints the meaning of a key, its allowed values and default, and its value in a config, or the interface of a
+kind of component. `rlcore schema` writes the JSON schema, or the reference page.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
-            metavar="KEY", help="A config key, such as policy.generation.temperature.", autocompletion=_completed_key
+            metavar="KEY",
+            help="A config key, such as policy.generation.temperature; or `interface`, followed by a kind of component.",
+            autocompletion=_completed_key,
         ),
     ],
     overrides: Overrides = None,
@@ -57,15 +59,25 @@ def explain(
             "--component", "-n", help="The component to describe, for a section such as loss_fn that several components have."
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with `interface`.")] = False,
 ) -> None:
     """Explain a config key: meaning, type, allowed values, default and users, and with --config its value and origin.
+
+    `rlcore explain interface KIND` prints what the author of a component implements: methods, facts and capabilities.
 
     Example:
         rlcore explain policy.generation.temperature
         rlcore explain policy.generation.temperature --config config.yaml
         rlcore explain grpo
         rlcore explain loss_fn --component dpo
+        rlcore explain interface policy
     """
+    if key == "interface":
+        from rlcore_cli.interface import print_interface
+
+        return print_interface(" ".join(overrides or ()), as_json=as_json)
+    if as_json:
+        raise UserError("--json needs `interface` and a kind of component, such as `rlcore explain interface policy --json`.")
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
     if config is not None:

@@ -74,13 +74,14 @@ class PolicyFacts(TypedDict):
     """Whether this model computes rows with the same `prompt_id` as one sequence; false by default. Batches have the column
     `prompt_id` only if this is true and saves work."""
     shared_prefix_reason: NotRequired[str]
-    """Why, or why not."""
+    """Why, or why not; by default, that the backend does not support it."""
     device_name: NotRequired[str | None]
-    """Name of the GPU, which decides the peak that `mfu` is relative to."""
+    """Name of the GPU, which decides the peak that `mfu` is relative to; unknown by default."""
     gradient_scale: NotRequired[float | Literal["dynamic"]]
     """Factor that `train` multiplies the loss with and divides out before the step; 1 by default. "dynamic" if it changes."""
     matrix_sizes: NotRequired[Mapping[str, float]]
-    """Numbers of weights that a token is multiplied with, by kind: see `rl_train.metrics.measured`."""
+    """Numbers of weights that a token is multiplied with, by kind: see `rl_train.metrics.measured`. By default, there is no
+    `mfu`."""
 
 
 class GenerationFacts(TypedDict):
@@ -95,7 +96,7 @@ class GenerationFacts(TypedDict):
     precision: NotRequired[str]
     """The dtype that it computes in, such as "bfloat16"; that of the policy by default."""
     num_parameters: NotRequired[int]
-    """Number of parameters of the whole model."""
+    """Number of parameters of the whole model; unknown by default."""
     reads_text: NotRequired[bool]
     """Whether it has a tokenizer, which stop strings need; true by default."""
     reads_sampling: NotRequired[bool]
@@ -198,10 +199,12 @@ class PolicyWorker(MeasuredWorker, ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def prepare_for_training(self) -> None: ...
+    def prepare_for_training(self) -> None:
+        """Move weights, gradients and optimizer state to the device; calling it twice is fine."""
 
     @abstractmethod
-    def finish_training(self) -> None: ...
+    def finish_training(self) -> None:
+        """Release memory that only training needs; calling it twice is fine."""
 
     def try_save(self, weights_path: Path) -> None:
         """See `TrainableInterface.try_save`. By default, nothing is written."""
@@ -222,10 +225,12 @@ class PolicyWorker(MeasuredWorker, ABC):
         return None
 
     @abstractmethod
-    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None: ...
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        """Read what `save_checkpoint` wrote."""
 
     @abstractmethod
-    def get_weight_version(self) -> int: ...
+    def get_weight_version(self) -> int:
+        """Number of optimizer steps behind the weights."""
 
     def shutdown(self) -> None:
         """Leave the process group; calling it twice is fine."""
@@ -274,16 +279,18 @@ class GenerationWorker(MeasuredWorker, ABC):
         return None
 
     def prepare_for_generation(self) -> None:
-        return None
+        """Move what sampling needs to the device; calling it twice is fine."""
 
     def finish_generation(self) -> None:
-        return None
+        """Release memory that only sampling needs; calling it twice is fine."""
 
     @abstractmethod
-    def get_weight_version(self) -> int: ...
+    def get_weight_version(self) -> int:
+        """Number of optimizer steps behind the weights; -1 before the first refit and during a refit."""
 
     @abstractmethod
-    def invalidate_kv_cache(self) -> bool: ...
+    def invalidate_kv_cache(self) -> bool:
+        """Drop all cached prefixes; True once nothing computed under older weights is left."""
 
     def shutdown(self) -> None:
-        return None
+        """Leave process groups and free memory; calling it twice is fine."""

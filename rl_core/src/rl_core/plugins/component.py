@@ -324,42 +324,83 @@ def _without_marker(requirement: Requirement) -> str:
 
 
 class Capability(StrEnum):
-    """The capabilities that this project reads, in one place each. Those of a plugin's own have the form `acme:name`."""
+    """The capabilities that this project reads, in one place each. Those of a plugin's own have the form `acme:name`.
+
+    The first paragraph of each docstring says what backends may have it and what it brings to a run, the second what the author
+    has to write.
+    """
 
     IN_PROCESS = "in_process"
-    """Policies and engines: run in the driver's process (`cluster.backend: in_process`)."""
+    """Policies and engines: run in the driver's process (`cluster.backend: in_process`).
+
+    Needs: works with `cluster=None`, as `DistributedPolicy` and `DistributedGeneration` do."""
     MULTIPLE_RANKS = "multiple_ranks"
-    """Policies: several ranks train one model, exchanging gradients. Without it, a run with two ranks is refused."""
+    """Policies: several ranks train one model. Without it, a run with two ranks is refused.
+
+    Needs: gradients are added up over the ranks, and a step is taken by all ranks or by none."""
     DYNAMIC_BATCHING = "dynamic_batching"
-    """Policies: microbatches with a token budget (`dynamic_batching`)."""
+    """Policies: microbatches with a token budget (`dynamic_batching`).
+
+    Needs: microbatches are those of the plan that a batch carries, as `PolicyWorkerBase` forms them."""
     SEQUENCE_PACKING = "sequence_packing"
-    """Policies: rows of a microbatch in one sequence (`sequence_packing`)."""
+    """Policies: rows of a microbatch in one sequence (`sequence_packing`).
+
+    Needs: the rows of a microbatch are computed as one sequence, in which no row attends to another."""
     SCALAR_HEAD = "scalar_head"
-    """Policies: value and reward models (`head: scalar`), by `get_values`."""
+    """Policies: value and reward models (`head: scalar`).
+
+    Needs: `get_values`, and losses are called with values."""
     TOPK_LOGPROBS = "topk_logprobs"
-    """Policies: the most likely tokens at each position, by `get_topk_logprobs`, and losses with a `candidates_key`."""
+    """Policies: the most likely tokens at each position, which distillation compares, and losses with a `candidates_key`.
+
+    Needs: `get_topk_logprobs`, and the column `candidate_logprobs` for such a loss."""
     BY_REFERENCE = "by_reference"
-    """Policies and engines in one process: the engine computes with the policy's own tensors, by `load_by_reference`."""
+    """Policies and engines: in one process, the engine computes with the policy's own tensors.
+
+    Needs: `get_weights_ipc_handles` of the policy; `update_weights` of the engine, which `WeightReceiver` has, and
+    `load_by_reference`, which `WeightSink` has."""
     SHARED_MEMORY = "shared_memory"
-    """Policies and engines on one node: weights are passed by handles of memory, by `update_weights`."""
+    """Policies and engines: weights are passed by handles of memory of one node.
+
+    Needs: `get_weights_ipc_handles` of the policy, which `WeightSource` has, and `update_weights` of the engine, which
+    `WeightReceiver` has."""
     DISK = "disk"
-    """Policies and engines: weights are passed as safetensors files, by `update_weights`."""
+    """Policies and engines: weights are passed as safetensors files, in a folder that both can access.
+
+    Needs: the same methods as `shared_memory`."""
     COLLECTIVE = "collective"
-    """Policies and engines: weights are broadcast in a process group, by `update_weights_from_collective`."""
+    """Policies and engines: weights are broadcast in a process group, also from node to node.
+
+    Needs: `broadcast_weights_for_collective` of the policy, which `WeightSource` has, and `update_weights_from_collective` of
+    the engine, which `WeightReceiver` has."""
     TOP_P = "top_p"
-    """Engines: sample from the smallest set of tokens with this probability (`top_p`)."""
+    """Engines: sample from the smallest set of tokens with this probability (`top_p`).
+
+    Needs: log-probabilities are those under the filtered distribution."""
     TOP_K = "top_k"
-    """Engines: sample from this number of most likely tokens (`top_k`)."""
+    """Engines: sample from this number of most likely tokens (`top_k`).
+
+    Needs: log-probabilities are those under the filtered distribution."""
     ASYNC_ROWS = "async_rows"
-    """Engines: single rows join and leave while others are sampled, by `poll` or `generate_async`."""
+    """Engines: single rows join and leave while others are sampled, for agents and for `rollout.max_staleness` above 0.
+
+    Needs: `poll` of the worker, or `generate_async` of an engine without workers."""
     REFIT_IN_FLIGHT = "refit_in_flight"
-    """Engines: rows in progress continue over a refit, with keys and values computed again."""
+    """Engines: rows in progress continue over a refit. Otherwise, asynchronous training waits for them before each refit.
+
+    Needs: rows pause at `refit_begins`; after `invalidate_kv_cache`, their keys and values are computed again."""
     HELD_WEIGHT_DIGESTS = "held_weight_digests"
-    """Engines: the fingerprint covers the tensors that the engine computes with; otherwise every refit runs the canary."""
+    """Engines: refits are verified by the fingerprint alone. Otherwise, each also runs the canary.
+
+    Needs: the fingerprint covers the tensors that the engine computes with, such as those of `WeightSink.named_weights`."""
     TOP_LOGPROBS = "top_logprobs"
-    """Engines: report alternatives at each position (`top_logprobs` of the column `sampling`)."""
+    """Engines: report alternatives at each position, for servers.
+
+    Needs: reads the option `top_logprobs` of the column `sampling`."""
     STRUCTURED_OUTPUTS = "structured_outputs"
-    """Engines: completions that fit a JSON schema (`json_schema` of the column `sampling`)."""
+    """Engines: completions that fit a JSON schema, for servers.
+
+    Needs: reads the option `json_schema` of the column `sampling`."""
 
 
 class Status(StrEnum):

@@ -84,7 +84,8 @@ class ModelServer(ABC):
     """
 
     @abstractmethod
-    def __init__(self, settings: ServerSettings) -> None: ...
+    def __init__(self, settings: ServerSettings) -> None:
+        """Start the endpoint."""
 
     @property
     @abstractmethod
