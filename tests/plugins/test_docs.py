@@ -117,7 +117,7 @@ def test_the_poll_of_the_contract_samples_pauses_and_cancels_rows(tmp_path, monk
     for path, text in plugin_files("polled", "generation").items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    written = tmp_path / "src" / "rlcore_polled" / "engine.py"
+    written = tmp_path / "src" / "rlcore_polled" / "engine_worker.py"
     modules = "import time\nfrom dataclasses import replace\nfrom rl_core.backend import BatchedDataDict\n"
     modules += "from rl_core.errors import RLCoreError\n"
     engine = written.read_text().replace("import torch\n", f"{modules}import torch\n", 1)
@@ -137,10 +137,10 @@ def test_the_poll_of_the_contract_samples_pauses_and_cancels_rows(tmp_path, monk
 
         @classmethod
         def section(cls):
-            from rlcore_polled.config import PolledConfig
+            from rlcore_polled.config import PolledGenerationConfig
 
             section = {"backend": cls.component, "model_name": str(cls._folder / "model"), "max_model_len": 64}
-            return PolledConfig(**section, temperature=0.7, max_new_tokens=12)
+            return PolledGenerationConfig(**section, temperature=0.7, max_new_tokens=12)
 
         @classmethod
         def capabilities(cls):

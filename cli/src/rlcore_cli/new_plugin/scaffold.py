@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,18 +22,22 @@ from rl_core.plugins.manager import discover
 from rlcore_cli.main import COMMANDS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_FORM = "begin with a lower-case letter, and use lower-case letters and digits, with single `-` or `_` between them"
 _PREFIX = "rlcore"
-_MODEL = ("torch", "transformers")
+_MODEL = ("rl-backends-base", "torch", "transformers")
 _REFIT = ("by_reference", "shared_memory", "disk", "collective")
 _POLICY, _ENGINE = ("in_process", "multiple_ranks", *_REFIT), ("in_process", "held_weight_digests", *_REFIT)
 _ENVIRONMENT = "environment:{cls}Environment"
 _REWARDS = "rl_train.rewards.environment:FunctionEnvironment"
+_TOGETHER = "policy and generation"
 _AGENT = "An agent that lets the model check its own answer, and a score of the checked answer"
 
 
 @dataclass(frozen=True)
 class PluginKind:
     """A kind of plugin. The folder of templates with its name has the modules that only this kind has.
+
+    Policies and engines, which can be in one distribution, share those in the folder `backend`.
 
     Attributes:
         kind: Kind of the registered component.
@@ -48,9 +54,16 @@ class PluginKind:
     capabilities: tuple[str, ...] = ()
 
     @property
-    def has_config(self) -> bool:
-        """Whether the component has a config model, `{cls}Config` in the module `config`."""
-        return self.kind not in (Kind.WEIGHT_TRANSPORT, Kind.COMMAND, Kind.SANDBOX)
+    def is_backend(self) -> bool:
+        """Whether it has workers."""
+        return self.kind in (Kind.POLICY, Kind.GENERATION)
+
+    @property
+    def config(self) -> str | None:
+        """The name of its config model in the module `config`, without the class prefix; None if it has none."""
+        if self.kind in (Kind.WEIGHT_TRANSPORT, Kind.COMMAND, Kind.SANDBOX):
+            return None
+        return f"{self.kind.capitalize()}Config" if self.is_backend else "Config"
 
     @property
     def trains(self) -> bool:
@@ -58,11 +71,14 @@ class PluginKind:
         return self.kind not in (Kind.COMMAND, Kind.SANDBOX)
 
     @property
-    def kits(self) -> dict[str, list[str]]:
-        """The classes of its conformance tests, by module."""
-        names = ("PackagingConformance", "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance")
-        modules = (rl_core.testing, rl_train.testing)
-        return {module.__name__: [name for name in sorted(names) if name in module.__all__] for module in modules}
+    def kit(self) -> str:
+        """The class of its conformance tests."""
+        return "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance"
+
+    @property
+    def hook(self) -> str:
+        """The hook that registers it."""
+        return next(hook for hook, kind in KIND_OF_HOOK.items() if kind is self.kind)
 
 
 PLUGIN_KINDS = {
@@ -102,32 +118,36 @@ def new_plugin(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the component: what a config will contain.", show_default=False)
     ],
-    kind: Annotated[str, typer.Option(help=f"One of {', '.join(PLUGIN_KINDS)}.", show_default=False)],
+    kind: Annotated[
+        list[str],
+        typer.Option(help=f"One of {', '.join(PLUGIN_KINDS)}. Give {_TOGETHER} together for one plugin.", show_default=False),
+    ],
+    distribution: Annotated[
+        str | None,
+        typer.Option(help="Name of the distribution and of its folder, such as rl-backends-NAME; rlcore-NAME by default."),
+    ] = None,
 ) -> None:
-    """Write the repository of a plugin into the new folder `rlcore-NAME`.
+    """Write the repository of a plugin into a new folder with the name of its distribution.
 
     It has a small working component with a config model, conformance tests, a config that trains three steps, and a CI file.
 
     Example:
         rlcore new-plugin long-sums --kind environment
         rlcore new-plugin acme --kind loss
+        rlcore new-plugin acme --kind policy --kind generation --distribution rl-backends-acme
     """
-    if kind not in PLUGIN_KINDS:
-        raise ConfigError(
-            f"There is no kind {kind!r}.{did_you_mean(kind, PLUGIN_KINDS)} Choose one of {', '.join(PLUGIN_KINDS)}."
-        )
-    folder = write_plugin(name, kind, Path())
+    folder = write_plugin(name, kind, Path(), distribution=distribution)
     print(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest")
 
 
-def write_plugin(name: str, option: str, parent: Path) -> Path:
-    """Write the repository of a plugin, of a kind in `PLUGIN_KINDS`, into a new folder, and return the folder.
+def write_plugin(name: str, options: Sequence[str], parent: Path, *, distribution: str | None = None) -> Path:
+    """Write the repository of a plugin, of kinds in `PLUGIN_KINDS`, into a new folder, and return the folder.
 
     Raises:
-        ConfigError: The name is invalid or taken, or the folder exists.
+        ConfigError: The name is invalid or taken, the kinds cannot be in one plugin, or the folder exists.
     """
-    files = plugin_files(name, option)
-    folder = parent / _distribution(name)
+    files = plugin_files(name, *options, distribution=distribution)
+    folder = parent / (distribution or _distribution(name))
     if folder.exists():
         raise ConfigError(f"{folder} exists: choose another name or folder. Existing files are never changed.")
     for path, text in files.items():
@@ -136,14 +156,15 @@ def write_plugin(name: str, option: str, parent: Path) -> Path:
     return folder
 
 
-def plugin_files(name: str, option: str) -> dict[str, str]:
+def plugin_files(name: str, *options: str, distribution: str | None = None) -> dict[str, str]:
     """The text of each file of a plugin, by its path in the repository.
 
     Raises:
-        ConfigError: The name is invalid or taken.
+        ConfigError: The name is invalid or taken, or the kinds cannot be in one plugin.
     """
-    kind = PLUGIN_KINDS[option]
-    _check_name(name, kind)
+    kinds = _kinds(options)
+    _check_name(name, kinds.values())
+    values = _values(name, kinds, _checked(distribution or _distribution(name)))
     templates = Environment(
         loader=PackageLoader("rlcore_cli.new_plugin"),
         undefined=StrictUndefined,
@@ -151,31 +172,52 @@ def plugin_files(name: str, option: str) -> dict[str, str]:
         trim_blocks=True,
         autoescape=False,
     )
-    values = _values(name, option, kind)
+    folders = {"shared", *kinds, *("backend" for kind in kinds.values() if kind.is_backend)}
     files = {}
     for source in templates.list_templates():
         folder, _, path = source.removesuffix(".j2").partition("/")
-        text = templates.get_template(source).render(values) if folder in ("shared", option) else ""
+        text = templates.get_template(source).render(values) if folder in folders else ""
         if text:
             # A wheel has no files with a leading dot if a tool leaves them out, so the template has another name.
             files[path.replace("package", f"src/{values['package']}", 1).replace("github", ".github", 1)] = text
     return files
 
 
-def _values(name: str, option: str, kind: PluginKind) -> dict[str, Any]:
-    package = f"{_PREFIX}_{name.replace('-', '_')}"
+def _kinds(options: Sequence[str]) -> dict[str, PluginKind]:
+    """The kinds of a plugin, by the value of `--kind`."""
+    for option in options:
+        if option not in PLUGIN_KINDS:
+            raise ConfigError(
+                f"There is no kind {option!r}.{did_you_mean(option, PLUGIN_KINDS)} Choose one of {', '.join(PLUGIN_KINDS)}."
+            )
+    kinds = {option: kind for option, kind in PLUGIN_KINDS.items() if option in options}
+    if others := [option for option, kind in kinds.items() if not kind.is_backend and len(kinds) > 1]:
+        raise ConfigError(
+            f"`--kind {others[0]}` cannot be combined with another kind: only {_TOGETHER} share their model. Write one plugin "
+            "for each of the other kinds."
+        )
+    return kinds
+
+
+def _values(name: str, kinds: Mapping[str, PluginKind], distribution: str) -> dict[str, Any]:
+    package = distribution.replace("-", "_")
     cls = "".join(word.capitalize() for word in re.split("[-_]", name))
-    target = kind.target.format(cls=cls)
+    first, *others = (kind.summary for kind in kinds.values())
+    requires = dict.fromkeys(["rl-core", *(each for kind in kinds.values() for each in kind.requires)])
+    kits = {"PackagingConformance", *(kind.kit for kind in kinds.values())}
+    targets = {option: kind.target.format(cls=cls) for option, kind in kinds.items()}
     return {
         "name": name,
-        "option": option,
-        "kind": kind,
+        "options": list(kinds),
+        "kinds": kinds,
+        "kind": next(iter(kinds.values())),
         "cls": cls,
         "package": package,
-        "distribution": _distribution(name),
-        "hook": next(hook for hook, of in KIND_OF_HOOK.items() if of is kind.kind),
-        "target": target if target.startswith("rl_") else f"{package}.{target}",
-        "requires": [_requirement_of(distribution) for distribution in ("rl-core", *kind.requires)],
+        "distribution": distribution,
+        "summary": "; ".join([first, *(each[0].lower() + each[1:] for each in others)]),
+        "targets": {option: each if each.startswith("rl_") else f"{package}.{each}" for option, each in targets.items()},
+        "requires": [_requirement_of(each) for each in requires],
+        "kits": {module.__name__: sorted(kits & {*module.__all__}) for module in (rl_core.testing, rl_train.testing)},
     }
 
 
@@ -191,19 +233,25 @@ def _distribution(name: str) -> str:
     return f"{_PREFIX}-{name.replace('_', '-')}"
 
 
-def _check_name(name: str, kind: PluginKind) -> None:
+def _checked(distribution: str) -> str:
+    """A name of a distribution that is valid and not taken."""
+    if not _NAME.fullmatch(distribution):
+        raise ConfigError(f"{distribution!r} is not a valid name of a distribution: {_FORM}, such as `rl-backends-acme`.")
+    package = distribution.replace("-", "_")
+    if PathFinder.find_spec(package) is not None:
+        raise ConfigError(f"The package of {distribution!r} would replace {package}, which is installed: choose another name.")
+    return distribution
+
+
+def _check_name(name: str, kinds: Iterable[PluginKind]) -> None:
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is not a valid plugin name: begin with a lower-case letter, and use lower-case letters and digits, "
-            "with single `-` or `_` between them, such as `acme` or `long-sums`."
-        )
-    if name == "cli":
-        raise ConfigError(f"The package of a plugin {name!r} would replace {_PREFIX}_{name}: choose another name.")
-    if kind.kind is Kind.COMMAND and name in COMMANDS:
-        raise ConfigError(f"`rlcore` has a command {name!r}, which a plugin cannot replace: choose another name.")
-    for registration in discover().registrations:
-        if registration.kind == kind.kind and registration.component.name == name:
-            raise ConfigError(
-                f"{registration.plugin.label} registers the {kind.kind.label} {name!r}, and a config that uses a name twice is "
-                "rejected: choose another name."
-            )
+        raise ConfigError(f"{name!r} is not a valid plugin name: {_FORM}, such as `acme` or `long-sums`.")
+    for kind in kinds:
+        if kind.kind is Kind.COMMAND and name in COMMANDS:
+            raise ConfigError(f"`rlcore` has a command {name!r}, which a plugin cannot replace: choose another name.")
+        for registration in discover().registrations:
+            if registration.kind == kind.kind and registration.component.name == name:
+                raise ConfigError(
+                    f"{registration.plugin.label} registers the {kind.kind.label} {name!r}, and a config that uses a name "
+                    "twice is rejected: choose another name."
+                )
