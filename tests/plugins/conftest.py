@@ -112,9 +112,10 @@ class Site:
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RLCORE_")}
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         return subprocess.run(
             [sys.executable, *arguments],
-            env={**clean, "PYTHONPATH": str(self.folder), **self.environment},
+            env={**clean, "PYTHONPATH": path, **self.environment},
             capture_output=True,
             text=True,
             timeout=240,

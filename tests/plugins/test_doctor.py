@@ -1,5 +1,7 @@
 """`rlcore doctor` shows each requirement, the import, and the traceback of what is broken."""
 
+from importlib.metadata import version
+
 import pytest
 
 BUILT_IN = ("core", "train", "rlcore", "hf", "envs")
@@ -44,6 +46,38 @@ def test_a_missing_requirement_fails_it_and_the_remedy_is_shown(site, words):
     assert result.returncode == 1
     assert "UNMET acme-kernels[fast]<3,>=2 not installed" in words(result.stdout)
     assert "try pip install 'acme-kernels[fast]<3,>=2'" in words(result.stdout)
+
+
+@pytest.mark.parametrize("requirement", ["{}<1", "acme-kernels"])
+@pytest.mark.parametrize(
+    ("package", "distribution", "remedy"),
+    [
+        ("torch", "rl-core", "Another environment does not help, because workers need rl-core too."),
+        ("rich", "rl-train", "Install the library of the plugin in another environment, and name its interpreter in `policy."),
+    ],
+)
+def test_a_requirement_that_conflicts_with_ours_is_shown_with_both_sides_and_what_to_do(
+    site, words, requirement, package, distribution, remedy
+):
+    site.write_metadata("acme-kernels", version="2.3", requires=[f"{package}==0.13.*", "acme-extras"])
+    site.install("acme-rl", requires=[requirement.format(package)])
+    result = site.rlcore("doctor", "acme")
+    is_direct = requirement != "acme-kernels"
+    assert result.returncode == is_direct  # a library may work with other versions than it names
+    [line] = (words(line).strip() for line in result.stdout.splitlines() if "CONFLICT" in line)
+    owner = f"acme-rl 1.0 requires {package}<1" if is_direct else f"acme-kernels 2.3 requires {package}==0.13.*"
+    assert line.startswith(f"CONFLICT {owner}, but {version(package)} is installed, because ")
+    assert f"{distribution} 0.1.0 requires {package}" in line
+    assert remedy in line
+    assert line.endswith(": docs/dependencies_that_conflict.md.")
+    assert "try pip install" not in words(result.stdout)
+
+
+@pytest.mark.parametrize("requirement", ["torch>=1", "acme-kernels", "acme-kernels<2", "torch>2.0,<99"])
+def test_requirements_that_have_a_common_version_do_not_conflict(site, words, requirement):
+    site.write_metadata("acme-kernels", version="2.3", requires=["torch!=2.13.0", "missing-library<3"])
+    site.install("acme-rl", requires=[requirement])
+    assert "CONFLICT" not in site.rlcore("doctor", "acme").stdout
 
 
 def test_the_traceback_begins_in_the_plugin(site):

@@ -182,7 +182,8 @@ def installed(request, tmp_path_factory):
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     variables = {key: value for key, value in os.environ.items() if not key.startswith("RLCORE_")}
-    variables |= {"PYTHONPATH": f"{folder / 'site'}", "OMP_NUM_THREADS": "1", "RLCORE_STRICT_PLUGINS": "1"}
+    path = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")]))
+    variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RLCORE_STRICT_PLUGINS": "1"}
 
     def run(option, *command):
         return subprocess.run(

@@ -12,16 +12,31 @@ import platform
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import rl_core.plugins
 from rl_core.errors import PluginError, UnknownComponentError, UserError
-from rl_core.plugins.component import Component, Kind, Plugin, Status, did_you_mean, is_path, unmet_needs
+from rl_core.plugins.component import (
+    Component,
+    Kind,
+    Plugin,
+    RequirementCheck,
+    Status,
+    check_requirements,
+    did_you_mean,
+    is_path,
+    unmet_needs,
+    version_of,
+)
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.plugin_warnings import plugin_warnings
@@ -147,7 +162,11 @@ def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:
         print(f"  {'ERROR' if problem.is_error else 'NOTE'}   {problem.text}")
     if plugin.reason is not None:
         print(f"  {plugin.status.value.upper()}  {plugin.reason}")
-    _print_remedy(plugin)
+    conflicts = list(_conflicts(plugin, manager))
+    for text in conflicts:
+        print(f"  CONFLICT  {text}")
+    if not conflicts:
+        _print_remedy(plugin)
     if plugin.error is not None:
         _print_traceback(plugin.error)
     print()
@@ -197,6 +216,57 @@ def _load_config(component: Component, kind: str | None) -> object:
     if kind is None or Kind(kind) not in BASES:
         return component.load_config()
     return section_of(component, Kind(kind))
+
+
+def _conflicts(plugin: Plugin, manager: PluginManager) -> Iterator[str]:
+    """Requirements of a plugin, and of what it requires, that no version can meet together with those of other plugins."""
+    with_workers = {"rl-core", *(_name_of(check) for check in plugin.requirements)}
+    for owner, check in _all_checks(plugin.distribution, {canonicalize_name(other.distribution) for other in manager.plugins}):
+        others = {
+            other.distribution: f"{other.label} requires {theirs.requirement}"
+            for other in manager.plugins
+            for theirs in other.requirements
+            if theirs.fits and _name_of(theirs) == _name_of(check) and not _have_a_common_version(check, theirs)
+        }
+        if check.fits or not others:
+            continue
+        shared = sorted(with_workers & others.keys())
+        remedy = (
+            "Install the library of the plugin in another environment, and name its interpreter in `policy.python` or "
+            "`policy.generation.python`"
+        )
+        if shared:
+            remedy = (
+                f"Another environment does not help, because workers need {shared[0]} too. Use another release of the library, "
+                "or install it with `pip install --no-deps` and test it"
+            )
+        yield (
+            f"{owner} requires {check.requirement}, but {check.installed} is installed, because {', '.join(others.values())}. "
+            f"{remedy}: docs/dependencies_that_conflict.md."
+        )
+
+
+def _name_of(check: RequirementCheck) -> str:
+    return canonicalize_name(Requirement(check.requirement).name)
+
+
+def _all_checks(distribution: str, seen: set[str]) -> Iterator[tuple[str, RequirementCheck]]:
+    """The requirements of a distribution and of what it requires, but not of `seen`, each with who requires it."""
+    found = importlib.metadata.distribution(distribution)
+    with suppress(InvalidRequirement):  # of a plugin, it is reported as the reason
+        for check in check_requirements(found):
+            yield f"{distribution} {version_of(found)}", check
+            if check.installed is not None and _name_of(check) not in seen:
+                seen.add(_name_of(check))
+                yield from _all_checks(_name_of(check), seen)
+
+
+def _have_a_common_version(*checks: RequirementCheck) -> bool:
+    """Whether a version fits all: one that they name, one component more, or 0."""
+    specifiers = [Requirement(check.requirement).specifier for check in checks]
+    named = {Version(each.version.removesuffix(".*")).base_version for specifier in specifiers for each in specifier}
+    versions = ["0", *named, *(f"{each}.1" for each in named)]
+    return any(all(specifier.contains(version, prereleases=True) for specifier in specifiers) for version in versions)
 
 
 def _print_remedy(plugin: Plugin) -> None:
