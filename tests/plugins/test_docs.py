@@ -6,18 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import indent
 
 import pytest
-import torch
 
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError
-from rl_core.interfaces.worker import GenerationRequest
 from rl_core.plugins import hookspecs
-from rl_core.testing import GenerationConformance
-from rl_core.testing.promises import promise
-from rl_core.testing.pytest_plugin import results_of
 from rl_train.launch.session import EVENT_HOOKS
 from rlcore_cli.new_plugin.scaffold import plugin_files
 
@@ -107,82 +99,6 @@ def test_the_code_of_a_tutorial_is_what_the_command_writes(page):
     assert len(blocks) >= 2
     for block in blocks:
         assert any(_compact(block) in file for file in written), block
-
-
-@pytest.mark.slow
-def test_the_poll_of_the_contract_samples_pauses_and_cancels_rows(tmp_path, monkeypatch):
-    """The code of docs/api/backend.md extends the generated engine, which then passes the kit."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "api/backend.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    [code] = (block for block in blocks if "def poll(" in block)
-    for path, text in plugin_files("polled", "generation").items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    written = tmp_path / "src" / "rlcore_polled" / "engine_worker.py"
-    modules = "import time\nfrom dataclasses import replace\nfrom rl_core.backend import BatchedDataDict\n"
-    modules += "from rl_core.errors import RLCoreError\n"
-    engine = written.read_text().replace("import torch\n", f"{modules}import torch\n", 1)
-    facts = '        return {\n            "device"'
-    assert facts in engine
-    state = "        self._rows, self._paused = {}, False\n"
-    engine = engine.replace(facts, state + facts.replace('"device"', '"streams_tokens": True, "device"'))
-    written.write_text(
-        engine.partition("    def invalidate_kv_cache")[0]
-        + indent(code, "    ")
-        + "\n    def shutdown(self):\n        self.leave_refit()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "src"))
-
-    class Engine(GenerationConformance):
-        component = "rlcore_polled.engine:PolledGeneration"
-
-        @classmethod
-        def section(cls):
-            from rlcore_polled.config import PolledGenerationConfig
-
-            section = {"backend": cls.component, "model_name": str(cls._folder / "model"), "max_model_len": 64}
-            return PolledGenerationConfig(**section, temperature=0.7, max_new_tokens=12)
-
-        @classmethod
-        def capabilities(cls):
-            return frozenset({"by_reference", "shared_memory", "async_rows", "refit_in_flight"})
-
-        @promise("Rows are refused, streamed, paused, cancelled and continued one by one.")
-        def test_rows_in_progress(self):
-            engine, rows = self._engine, self._rows()
-            worker = engine.group.worker
-
-            def request(row, **columns):
-                return GenerationRequest(name=str(row), row=BatchedDataDict({**rows.slice(row, row + 1), **columns}))
-
-            whole = engine.generate(rows)
-            first, second, *_ = (row for row in range(rows.size) if whole["generation_lengths"][row] > 2)
-            streamed = request(first, stream_tokens=torch.tensor([True]))
-            wrong = GenerationRequest(
-                name="wrong", row=BatchedDataDict(input_ids=torch.tensor([[10**6]]), input_lengths=torch.tensor([1]))
-            )
-            results = worker.poll([streamed, wrong, request(second)], wait_s=0.0)
-            assert isinstance(results.pop("wrong"), DataError)
-            assert results[str(first)]["unfinished"].tolist() == [True]
-            assert list(results) == [str(first)]
-            worker.refit_begins()
-            assert worker.poll([GenerationRequest(name="late", row=rows.slice(0, 1))]) == {}
-            assert worker.poll([], cancelled=["late", "unknown"], wait_s=0.0) == {}
-            engine.generate(rows)
-            assert {name: len(row.tokens) for name, row in worker._rows.items()} == {str(first): 1, str(second): 1}
-            assert engine.invalidate_kv_cache()
-            while worker._rows:
-                results |= worker.poll([], wait_s=0.0)
-            for row in (first, second):
-                output, length = results[str(row)], whole["unpadded_sequence_lengths"][row]
-                assert "unfinished" not in output
-                assert output["output_ids"][0].tolist() == whole["output_ids"][row, :length].tolist()
-
-    results = {result.promise.name: result for result in results_of(Engine)}
-    assert {name: result.found for name, result in results.items() if result.status != "kept"} == {
-        "test_options_of_a_row_are_its_own": "the facts have no `reads_sampling`",
-        "test_top_k_and_top_p_limit_the_tokens": "neither `top_k` nor `top_p` is declared",
-    }
-    assert {"test_rows_in_progress", "test_generate_async_equals_generate"} <= results.keys()
 
 
 def _compact(code: str) -> str:

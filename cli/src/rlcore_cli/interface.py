@@ -20,13 +20,19 @@ from rl_core.plugins.component import Capability, Kind, did_you_mean
 from rl_core.plugins.import_path import missing_target, resolve
 
 _CLASSES: Mapping[Kind, tuple[str, ...]] = {
-    Kind.POLICY: ("rl_backends_base.PolicyWorkerBase", "rl_core.interfaces.policy.ColocatablePolicyInterface"),
+    Kind.POLICY: (
+        "rl_backends_base.TorchPolicyWorker",
+        "rl_backends_base.PolicyWorkerBase",
+        "rl_core.interfaces.policy.ColocatablePolicyInterface",
+    ),
     Kind.GENERATION: (
+        "rl_backends_base.TokenwiseWorker",
         "rl_core.backend.WeightSink, rl_core.backend.GenerationWorker",
         "rl_core.interfaces.generation.GenerationInterface",
     ),
 }
 """Of workers, and of backends without workers. Components of other kinds derive from the class that their hook names."""
+_SECTION = re.compile(r"\n\n(?:Args|Attributes|Raises):\n")
 _ROLES = {Kind.POLICY: "Policies", Kind.GENERATION: "Engines"}
 """The words with which the docstrings of capabilities begin."""
 
@@ -50,7 +56,7 @@ class BaseClass:
     path: str
     """Its import path."""
     meaning: str
-    """The first paragraph of its docstring."""
+    """Its docstring, without the sections of arguments, attributes and errors."""
     members: list[Entry]
     """Abstract methods, class attributes with a docstring, and the other public methods and properties."""
 
@@ -129,7 +135,9 @@ def print_interface(name: str, *, as_json: bool) -> None:
     print("\n".join(_wrapped(f"{interface.kind}: {interface.meaning}")))
     print(f"Registered by the hook {interface.hook}.")
     for title, _, rows in _tables(interface):
-        print("\n" + "\n".join(_wrapped(title)))
+        print()
+        for paragraph in title.split("\n\n"):
+            print(paragraph if paragraph.startswith("- ") else "\n".join(_wrapped(paragraph)))
         print("\n".join(_indented(rows)))
     if interface.by_path:
         print("\n" + "\n".join(_wrapped(interface.by_path)))
@@ -196,7 +204,7 @@ def _base_class(path: str, owner: Any) -> BaseClass:
             status = "required" if name in owner.__abstractmethods__ else "default"
             entries.append(Entry(name=_signature(name, value), meaning=_paragraphs(getattr(owner, name))[0], status=status))
     entries.sort(key=lambda entry: entry.status != "required")
-    return BaseClass(path=path, meaning=_paragraphs(owner)[0], members=entries)
+    return BaseClass(path=path, meaning=_SECTION.split(inspect.getdoc(owner) or "")[0], members=entries)
 
 
 def _signature(name: str, value: Any) -> str:

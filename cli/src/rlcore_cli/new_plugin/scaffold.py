@@ -26,7 +26,8 @@ _FORM = "begin with a lower-case letter, and use lower-case letters and digits, 
 _PREFIX = "rlcore"
 _MODEL = ("rl-backends-base", "torch", "transformers")
 _REFIT = ("by_reference", "shared_memory", "disk", "collective")
-_POLICY, _ENGINE = ("in_process", "multiple_ranks", *_REFIT), ("in_process", "held_weight_digests", *_REFIT)
+_POLICY = ("in_process", "multiple_ranks", "dynamic_batching", "topk_logprobs", *_REFIT)
+_ENGINE = ("in_process", "top_p", "top_k", "top_logprobs", "async_rows", "refit_in_flight", "held_weight_digests", *_REFIT)
 _ENVIRONMENT = "environment:{cls}Environment"
 _REWARDS = "rl_train.rewards.environment:FunctionEnvironment"
 _TOGETHER = "policy and generation"
@@ -97,7 +98,7 @@ PLUGIN_KINDS = {
         Kind.POLICY, "policy:{cls}Policy", "Trains a Transformers model that each rank has as a whole", _MODEL, _POLICY
     ),
     "generation": PluginKind(
-        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model without a cache", _MODEL, _ENGINE
+        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model, row by row", _MODEL, _ENGINE
     ),
     "weight-transport": PluginKind(
         Kind.WEIGHT_TRANSPORT, "transport:{cls}Transport", "Sends weights through files, one at a time"
