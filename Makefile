@@ -23,7 +23,7 @@ FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 OF_TRANSFORMERS := tests/core tests/backends_hf tests/train/config tests/serve tests/conformance
 
-.PHONY: quickstart test parallel-tests test-slow test-fast test-full test-gpu test-newest test-transformers lint docs dist clean
+.PHONY: quickstart test parallel-tests test-slow test-fast test-full test-gpu test-newest test-transformers litgpt lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
@@ -64,6 +64,18 @@ test-transformers: .venv-transformers
 	rm -rf $@
 	$(BIN)/python tests/releases.py --folder $@ --over transformers --install
 
+# LitGPT's requirements conflict with those of Transformers 5, so it is installed without them, in an environment of its own.
+litgpt: .venv-litgpt
+	cd examples/plugins/litgpt && $(CURDIR)/.venv-litgpt/bin/python -m pytest -p no:cacheprovider tests
+
+.venv-litgpt: $(VENV)/.installed-dev examples/plugins/litgpt/pyproject.toml
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip --disable-pip-version-check --quiet install $(LIMITS) $(TORCH) hatchling editables pytest
+	$@/bin/python -m pip --disable-pip-version-check --quiet install $(LIMITS) --no-build-isolation $(EDITABLE)
+	$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation \
+	  litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 jsonargparse==4.41.0 -e examples/plugins/litgpt
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -97,4 +109,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-transformers
+	rm -rf $(VENV) .venv-newest .venv-transformers .venv-litgpt

@@ -129,7 +129,7 @@ TEMPERATURE, LIMIT = 0.8, 30
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    reference.save_model(folder, reference.make_weights())
+    reference.Llama().save(folder, reference.Llama().make_weights())
     save_file(make_weights(), folder / "recurrence.safetensors")
     return folder
 

@@ -4,7 +4,7 @@ from openai_servers import ADMIN, KEY, updatable
 
 from rl_core.testing import GenerationConformance, xfail
 from rl_core.testing.generation import LIMIT
-from rl_core.testing.reference import make_weights, save_model
+from rl_core.testing.reference import Llama
 
 
 class TestOpenAI(GenerationConformance):
@@ -17,7 +17,7 @@ class TestOpenAI(GenerationConformance):
     def setup_class(cls):
         """Start the server with the kit's model; its weights are updated through the folder of the tests."""
         super().setup_class()
-        model = save_model(cls._folder / "model", make_weights())
+        model = Llama().save(cls._folder / "model", Llama().make_weights())
         url, _ = cls._exits.enter_context(updatable(cls._folder, model=model, name="kit", max_new_tokens=LIMIT))
         server = {"base_url": f"{url}/v1", "api_key": KEY, "model": "kit", "weight_updates": "rlcore", "admin_key": ADMIN}
         cls.config = {"openai_cfg": server, "refit_folder": str(cls._folder)}

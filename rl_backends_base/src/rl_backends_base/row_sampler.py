@@ -227,7 +227,8 @@ class RowSampler:
 
     def drop_cache(self) -> None:
         """Discard everything that was computed from the weights."""
-        self._loop.recompute()
+        with self._model.without_gradients():
+            self._loop.recompute()
         self._prepared.close()
         self._is_prepared = False
 
@@ -239,7 +240,7 @@ class RowSampler:
 
     def _drop_rows(self) -> None:
         self.drop_cache()
-        self._loop.remove(self._rows.values())
+        self._loop.remove(self._rows.values())  # none of them is in flight
         self._rows.clear()
 
     def _admit(self, arrivals: Sequence[GenerationRequest]) -> Results:

@@ -22,7 +22,7 @@ from rl_core.testing import reference
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import check_version, generated
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
-from rl_core.testing.reference import ReferenceSender
+from rl_core.testing.reference import Llama, ReferenceModel, ReferenceSender
 
 TEMPERATURE, LIMIT = 0.7, 12
 _ROWS = 24
@@ -63,11 +63,13 @@ class GenerationConformance(Conformance[_Subject]):
 
     Attributes:
         tolerance: largest difference of a log-probability from the reference, in nats; for float32.
+        model: the model that it is tested with; an engine of a model that is not in Transformers defines its own.
     """
 
     kind = Kind.GENERATION
     minimum = 15
     tolerance: ClassVar[float] = 1e-3
+    model: ClassVar[ReferenceModel] = Llama()
 
     @classmethod
     def section(cls) -> GenerationConfig:
@@ -78,8 +80,8 @@ class GenerationConformance(Conformance[_Subject]):
 
     @classmethod
     def create(cls) -> _Subject:
-        weights = reference.make_weights()
-        reference.save_model(cls._folder / "model", weights)
+        weights = cls.model.make_weights()
+        cls.model.save(cls._folder / "model", weights)
         sender = ReferenceSender(weights, cls._folder)
         cls._exits.callback(sender.leave_refit)
         section = cls.with_settings(cls.section())
@@ -116,7 +118,7 @@ class GenerationConformance(Conformance[_Subject]):
         output = self._generate(self._rows(seed=5))
         total, variance = 0.0, 0.0
         for start, end, tokens in _spans(output):
-            distributions = reference.log_distributions(
+            distributions = self.model.log_distributions(
                 self.subject().sender.received, tokens[: end - 1], temperature=TEMPERATURE
             )[start - 1 :].double()
             means = (distributions.exp() * distributions).sum(dim=-1)
@@ -385,7 +387,7 @@ class GenerationConformance(Conformance[_Subject]):
         rows = self._rows()
         prompts = [ids[:length] for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)]
         expected = [
-            reference.greedy_completion(self.subject().sender.received, prompt, limit=LIMIT).tolist() for prompt in prompts
+            self.model.greedy_completion(self.subject().sender.received, prompt, limit=LIMIT).tolist() for prompt in prompts
         ]
         return list(zip(_completions(self._generate(rows, greedy=True)), expected, strict=True))
 
@@ -424,9 +426,9 @@ class GenerationConformance(Conformance[_Subject]):
         `earlier` are a mask [B, T] of tokens and the weights that drew them.
         """
         ids, ends = output["output_ids"], output["unpadded_sequence_lengths"]
-        expected = reference.logprobs(self.subject().sender.received, ids, ends, temperature=temperature, **limits)
+        expected = self.model.logprobs(self.subject().sender.received, ids, ends, temperature=temperature, **limits)
         if earlier is not None:
-            expected = reference.logprobs(earlier[1], ids, ends, temperature=temperature).where(earlier[0], expected)
+            expected = self.model.logprobs(earlier[1], ids, ends, temperature=temperature).where(earlier[0], expected)
         starts, position = ends - output["generation_lengths"], torch.arange(ids.shape[1])
         expected = torch.where(position >= starts.unsqueeze(1), expected, 0.0)
         expected = expected.where(~expected.isnan(), output["logprobs"])

@@ -21,11 +21,10 @@ from rl_core.testing.promises import Condition, Conformance, Found, creation, de
 from rl_core.testing.reference import (
     FIRST_BYTE,
     VOCABULARY,
+    Llama,
+    ReferenceModel,
     ReferenceTrainer,
-    log_distributions,
-    make_weights,
     one_thread,
-    save_model,
     transfer,
 )
 from rl_core.weights.cuda_ipc import open_handles
@@ -76,12 +75,14 @@ class PolicyConformance(Conformance[_Subject]):
 
     Attributes:
         tolerance: largest difference of a log-probability from the reference, in nats; for float32.
+        model: the model that it is tested with; a policy of a model that is not in Transformers defines its own.
     """
 
     kind = Kind.POLICY
     minimum = 17
     created_again = True
     tolerance: ClassVar[float] = 1e-3
+    model: ClassVar[ReferenceModel] = Llama()
 
     @classmethod
     def section(cls) -> PolicyConfig:
@@ -101,8 +102,8 @@ class PolicyConformance(Conformance[_Subject]):
 
     @classmethod
     def create(cls) -> _Subject:
-        weights = make_weights()
-        save_model(cls._folder / "model", weights)
+        weights = cls.model.make_weights()
+        cls.model.save(cls._folder / "model", weights)
         section = cls.with_settings(cls.section())
         cls._exits.enter_context(one_thread())
         policy = cls.registered().load()(config=section, cluster=cls.cluster(), deadlines=DeadlineConfig(), name="policy")
@@ -110,7 +111,7 @@ class PolicyConformance(Conformance[_Subject]):
             raise Found(f"{type(policy).__name__} is not a subclass of rl_core.interfaces.PolicyInterface.")
         cls._exits.callback(policy.shutdown)
         policy.prepare_for_training()
-        return _Subject(policy, ReferenceTrainer(weights, section))
+        return _Subject(policy, ReferenceTrainer(cls.model, weights, section))
 
     test_it_is_created_from_its_section = creation(
         "It is created with `config`, `cluster`, `deadlines` and `name`, and loads a folder in the format of Transformers."
@@ -137,7 +138,7 @@ class PolicyConformance(Conformance[_Subject]):
         rows = make_rows(seed=1)
         scores = scored(self._policy.get_topk_logprobs, _scoring(rows), _TOP)["topk_logprobs"]
         for row, (tokens, length) in enumerate(zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)):
-            expected = log_distributions(self._reference.weights, tokens[: length - 1], temperature=TEMPERATURE)
+            expected = self.model.log_distributions(self._reference.weights, tokens[: length - 1], temperature=TEMPERATURE)
             difference = float((scores[row, 1:length] - expected.topk(_TOP).values).abs().max().detach())
             if not difference <= self.tolerance:
                 raise Found(f"the {_TOP} largest log-probabilities of row {row} differ by up to {difference:g} nats.")
@@ -219,7 +220,7 @@ class PolicyConformance(Conformance[_Subject]):
                 scores = scored(self._policy.get_reference_policy_logprobs, _scoring(rows))["reference_logprobs"]
         except NotSupportedError:
             raise SkipTest("the policy keeps no reference policy") from None
-        initial = ReferenceTrainer(make_weights(), self.section())
+        initial = ReferenceTrainer(self.model, self.model.make_weights(), self.section())
         return self._check_scores(scores, initial, rows, "of the reference policy")
 
     @promise(

@@ -1,12 +1,9 @@
-"""A Llama of 90,000 parameters in plain torch: its folder, its optimizer steps, and the refits in which it sends its weights.
-
-It is written from the definition of the architecture (https://arxiv.org/abs/2302.13971, grouped queries of
-https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend.
-"""
+"""The model of the kit in plain torch: its folder, its optimizer steps, and the refits in which it sends its weights."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,62 +38,147 @@ _CLOSE = 1e-3
 """Difference of probabilities, or of log-probabilities, that rounding may turn around."""
 
 
-def make_weights(*, seed: int = 3) -> dict[str, torch.Tensor]:
-    """Random weights, wide enough that log-probabilities differ by whole nats, so that errors are visible."""
-    generator = torch.Generator().manual_seed(seed)
+class ReferenceModel(ABC):
+    """A model in plain torch that backends are tested with; it has the vocabulary and the tokenizer of the kit.
 
-    def drawn(*shape: int, width: float = 0.15) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * width
-
-    weights = {"model.embed_tokens.weight": drawn(VOCABULARY, _HIDDEN, width=1.0)}
-    for layer in range(_LAYERS):
-        name = f"model.layers.{layer}."
-        weights[f"{name}input_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
-        weights[f"{name}self_attn.q_proj.weight"] = drawn(_HEADS * _HEAD, _HIDDEN)
-        weights[f"{name}self_attn.k_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
-        weights[f"{name}self_attn.v_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
-        weights[f"{name}self_attn.o_proj.weight"] = drawn(_HIDDEN, _HEADS * _HEAD)
-        weights[f"{name}post_attention_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
-        weights[f"{name}mlp.gate_proj.weight"] = drawn(_INNER, _HIDDEN)
-        weights[f"{name}mlp.up_proj.weight"] = drawn(_INNER, _HIDDEN)
-        weights[f"{name}mlp.down_proj.weight"] = drawn(_HIDDEN, _INNER)
-    weights["model.norm.weight"] = 1.0 + drawn(_HIDDEN)
-    weights["lm_head.weight"] = drawn(VOCABULARY, _HIDDEN, width=0.2)
-    # Some rows end by themselves, others at a limit.
-    weights["lm_head.weight"][EOS] *= 2.5
-    return weights
-
-
-def log_distributions(weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of all tokens after each prefix of a row.
-
-    Args:
-        weights: the weights.
-        tokens: [T] int64.
-        temperature: divides the logits.
-
-    Returns:
-        [T, V] float32, in nats; position t is the distribution of token t + 1.
+    A backend whose model is not in Transformers defines its own, as `model` of its conformance class.
     """
-    hidden = weights["model.embed_tokens.weight"][tokens]
-    length = len(tokens)
-    future = torch.triu(torch.full((length, length), -torch.inf), diagonal=1)
-    for layer in range(_LAYERS):
-        name = f"model.layers.{layer}."
-        normed = _normed(hidden, weights[f"{name}input_layernorm.weight"])
-        queries = _rotated((normed @ weights[f"{name}self_attn.q_proj.weight"].T).view(length, _HEADS, _HEAD))
-        keys = _rotated((normed @ weights[f"{name}self_attn.k_proj.weight"].T).view(length, _KEY_HEADS, _HEAD))
-        values = (normed @ weights[f"{name}self_attn.v_proj.weight"].T).view(length, _KEY_HEADS, _HEAD)
-        keys, values = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=1) for each in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(_HEAD) + future
-        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).reshape(length, _HEADS * _HEAD)
-        hidden = hidden + mixed @ weights[f"{name}self_attn.o_proj.weight"].T
-        normed = _normed(hidden, weights[f"{name}post_attention_layernorm.weight"])
-        gate = torch.nn.functional.silu(normed @ weights[f"{name}mlp.gate_proj.weight"].T)
-        inner = gate * (normed @ weights[f"{name}mlp.up_proj.weight"].T)
-        hidden = hidden + inner @ weights[f"{name}mlp.down_proj.weight"].T
-    logits = _normed(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
-    return (logits / temperature).log_softmax(dim=-1)
+
+    @abstractmethod
+    def make_weights(self) -> dict[str, torch.Tensor]:
+        """Random weights, float32, under the names of the checkpoint.
+
+        They should be wide enough that log-probabilities differ by whole nats, so that errors are visible, and that some rows
+        end by themselves and others at a limit of 12 tokens: multiply the head's row of `EOS`.
+        """
+
+    @abstractmethod
+    def save_weights(self, folder: Path, weights: Weights) -> None:
+        """Write what the backend loads as `model_name`, apart from the tokenizer's files."""
+
+    @abstractmethod
+    def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, V] float32, differentiable in the weights: row t is that of token t + 1 after `tokens[: t + 1]`, [T] int64."""
+
+    def save(self, folder: Path, weights: Weights) -> str:
+        """Write weights and tokenizer; returns the folder as text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save_weights(folder, weights)
+        byte_tokenizer().save_pretrained(folder)
+        return str(folder)
+
+    def log_distributions(self, weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+        """Log-probabilities of all tokens after each prefix of a row.
+
+        Args:
+            weights: the weights.
+            tokens: [T] int64.
+            temperature: divides the logits.
+
+        Returns:
+            [T, V] float32, in nats; position t is the distribution of token t + 1.
+        """
+        return (self.logits(weights, tokens) / temperature).log_softmax(dim=-1)
+
+    def logprobs(
+        self, weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0, **limits: Any
+    ) -> torch.Tensor:
+        """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding.
+
+        `limits` are those of `limited`.
+        """
+        rows = []
+        for tokens, length in zip(ids, lengths.tolist(), strict=True):
+            distributions = self.log_distributions(weights, tokens[: length - 1], temperature=temperature)
+            if limits:
+                distributions = limited(distributions, **limits)
+            of_tokens = distributions.gather(1, tokens[1:length, None])[:, 0]
+            rows.append(torch.nn.functional.pad(of_tokens, (1, len(tokens) - length)))
+        return torch.stack(rows)
+
+    def greedy_completion(self, weights: Weights, prompt: torch.Tensor, *, limit: int) -> torch.Tensor:
+        """The most likely token at each position, until the end token, which is included, or the limit."""
+        tokens = prompt
+        for _ in range(limit):
+            following = self.log_distributions(weights, tokens)[-1].argmax()
+            tokens = torch.cat([tokens, following.view(1)])
+            if int(following) == EOS:
+                break
+        return tokens[len(prompt) :]
+
+
+class Llama(ReferenceModel):
+    """A Llama of 90,000 parameters, in the format of Transformers.
+
+    It is written from the definition of the architecture (https://arxiv.org/abs/2302.13971, grouped queries of
+    https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend.
+    """
+
+    def make_weights(self, *, seed: int = 3) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int, width: float = 0.15) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * width
+
+        weights = {"model.embed_tokens.weight": drawn(VOCABULARY, _HIDDEN, width=1.0)}
+        for layer in range(_LAYERS):
+            name = f"model.layers.{layer}."
+            weights[f"{name}input_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
+            weights[f"{name}self_attn.q_proj.weight"] = drawn(_HEADS * _HEAD, _HIDDEN)
+            weights[f"{name}self_attn.k_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
+            weights[f"{name}self_attn.v_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
+            weights[f"{name}self_attn.o_proj.weight"] = drawn(_HIDDEN, _HEADS * _HEAD)
+            weights[f"{name}post_attention_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
+            weights[f"{name}mlp.gate_proj.weight"] = drawn(_INNER, _HIDDEN)
+            weights[f"{name}mlp.up_proj.weight"] = drawn(_INNER, _HIDDEN)
+            weights[f"{name}mlp.down_proj.weight"] = drawn(_HIDDEN, _INNER)
+        weights["model.norm.weight"] = 1.0 + drawn(_HIDDEN)
+        weights["lm_head.weight"] = drawn(VOCABULARY, _HIDDEN, width=0.2)
+        # Some rows end by themselves, others at a limit.
+        weights["lm_head.weight"][EOS] *= 2.5
+        return weights
+
+    def save_weights(self, folder: Path, weights: Weights) -> None:
+        save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=_HIDDEN,
+            intermediate_size=_INNER,
+            num_hidden_layers=_LAYERS,
+            num_attention_heads=_HEADS,
+            num_key_value_heads=_KEY_HEADS,
+            head_dim=_HEAD,
+            max_position_embeddings=MAX_LENGTH,
+            rms_norm_eps=_EPSILON,
+            rope_theta=_THETA,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            architectures=["LlamaForCausalLM"],
+            dtype="float32",
+        )
+        config.save_pretrained(folder)
+
+    def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = weights["model.embed_tokens.weight"][tokens]
+        length = len(tokens)
+        future = torch.triu(torch.full((length, length), -torch.inf), diagonal=1)
+        for layer in range(_LAYERS):
+            name = f"model.layers.{layer}."
+            normed = _normed(hidden, weights[f"{name}input_layernorm.weight"])
+            queries = _rotated((normed @ weights[f"{name}self_attn.q_proj.weight"].T).view(length, _HEADS, _HEAD))
+            keys = _rotated((normed @ weights[f"{name}self_attn.k_proj.weight"].T).view(length, _KEY_HEADS, _HEAD))
+            values = (normed @ weights[f"{name}self_attn.v_proj.weight"].T).view(length, _KEY_HEADS, _HEAD)
+            keys, values = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=1) for each in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(_HEAD) + future
+            mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).reshape(length, _HEADS * _HEAD)
+            hidden = hidden + mixed @ weights[f"{name}self_attn.o_proj.weight"].T
+            normed = _normed(hidden, weights[f"{name}post_attention_layernorm.weight"])
+            gate = torch.nn.functional.silu(normed @ weights[f"{name}mlp.gate_proj.weight"].T)
+            inner = gate * (normed @ weights[f"{name}mlp.up_proj.weight"].T)
+            hidden = hidden + inner @ weights[f"{name}mlp.down_proj.weight"].T
+        return _normed(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 
 def limited(distributions: torch.Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> torch.Tensor:
@@ -120,61 +202,6 @@ def limited(distributions: torch.Tensor, *, top_k: int | None = None, top_p: flo
     kept = kept.masked_fill(before >= top_p, -torch.inf).log_softmax(dim=-1).masked_fill(close[:, None], torch.nan)
     whole = torch.full_like(likely, -torch.inf).masked_fill(close[:, None], torch.nan)
     return whole.scatter(-1, order[:, :number], kept).float()
-
-
-def logprobs(
-    weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0, **limits: Any
-) -> torch.Tensor:
-    """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding.
-
-    `limits` are those of `limited`.
-    """
-    rows = []
-    for tokens, length in zip(ids, lengths.tolist(), strict=True):
-        distributions = log_distributions(weights, tokens[: length - 1], temperature=temperature)
-        if limits:
-            distributions = limited(distributions, **limits)
-        of_tokens = distributions.gather(1, tokens[1:length, None])[:, 0]
-        rows.append(torch.nn.functional.pad(of_tokens, (1, len(tokens) - length)))
-    return torch.stack(rows)
-
-
-def greedy_completion(weights: Weights, prompt: torch.Tensor, *, limit: int) -> torch.Tensor:
-    """The most likely token at each position, until the end token, which is included, or the limit."""
-    tokens = prompt
-    for _ in range(limit):
-        following = log_distributions(weights, tokens)[-1].argmax()
-        tokens = torch.cat([tokens, following.view(1)])
-        if int(following) == EOS:
-            break
-    return tokens[len(prompt) :]
-
-
-def save_model(folder: Path, weights: Weights) -> str:
-    """Write weights, config and a tokenizer of bytes in the format of Transformers; returns the folder as text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=_HIDDEN,
-        intermediate_size=_INNER,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KEY_HEADS,
-        head_dim=_HEAD,
-        max_position_embeddings=MAX_LENGTH,
-        rms_norm_eps=_EPSILON,
-        rope_theta=_THETA,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        architectures=["LlamaForCausalLM"],
-        dtype="float32",
-    )
-    config.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 def byte_tokenizer() -> Any:
@@ -293,11 +320,13 @@ class ReferenceTrainer:
     """Trains the reference model: one pass for all rows of a step, with gradients by autograd.
 
     Args:
+        model: the model.
         weights: of version 0.
         section: the policy's, for optimizer, schedule, temperature and clipping.
     """
 
-    def __init__(self, weights: Weights, section: PolicyConfig) -> None:
+    def __init__(self, model: ReferenceModel, weights: Weights, section: PolicyConfig) -> None:
+        self.model = model
         self.weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
         self.version = 0
         self._section = section
@@ -308,7 +337,7 @@ class ReferenceTrainer:
     def logprobs(self, rows: BatchedDataDict[Any]) -> torch.Tensor:
         """[B, T] float32 at the scoring temperature, in nats; 0.0 at position 0 and on padding."""
         ids, lengths = rows["input_ids"], rows["input_lengths"]
-        return logprobs(self.weights, ids, lengths, temperature=self._section.scoring_temperature)
+        return self.model.logprobs(self.weights, ids, lengths, temperature=self._section.scoring_temperature)
 
     def outcome(self, rows: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, float]:
         """What a step should report, without taking it; `grad_norm` is before clipping. The gradients stay in the weights."""

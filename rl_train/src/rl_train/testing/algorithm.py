@@ -14,7 +14,7 @@ import torch
 
 from rl_core.plugins.component import Capability, Component, Kind, is_path
 from rl_core.testing.promises import Conformance, Found, creation, promise
-from rl_core.testing.reference import make_weights, save_model
+from rl_core.testing.reference import Llama
 from rl_train.assembly.run_assembly import build_run
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.run import Run
@@ -131,8 +131,8 @@ class AlgorithmConformance(Conformance[_Trained]):
 
     @classmethod
     def create(cls) -> _Trained:
-        save_model(cls._folder / "model", make_weights())
-        save_model(cls._folder / "companion", make_weights(seed=4))
+        Llama().save(cls._folder / "model", Llama().make_weights())
+        Llama().save(cls._folder / "companion", Llama().make_weights(seed=4))
         drawn, rows = random.Random(7), []
         for number in range(_ROWS):
             texts = {"question": f"{number}+1=", "expected_answer": str(number + 1)}

@@ -1,0 +1,1 @@
+"""LitGPT models as policy and engine of rlcore."""

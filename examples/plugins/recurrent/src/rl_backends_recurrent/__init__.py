@@ -1,0 +1,1 @@
+"""A recurrent language model as policy and engine of rlcore."""

@@ -1,0 +1,16 @@
+"""The settings of `recurrent`. `rlcore validate` imports this module, so it must not import torch."""
+
+from typing import Literal
+
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+
+
+class RecurrentPolicyConfig(PolicyConfig):
+    """The section `policy` with `backend: recurrent`."""
+
+    activation_checkpointing: Literal[False] = False
+    """Unsupported: activations are never recomputed."""
+
+
+class RecurrentGenerationConfig(GenerationConfig):
+    """The section `policy.generation` with `backend: recurrent`."""
