@@ -299,9 +299,7 @@ class ActorPool(Pool):
         if tries <= self._max_restarts:
             self._replace(index, error, tries=tries + 1)
             return
-        times = "time" if tries == 1 else "times, each in a fresh process"
-        text = f"building the actor failed {tries} {times} (max_restarts={self._max_restarts}); the last error:\n{error}"
-        self._give_up_actor(index, type(error)(f"pool '{self._name}': {text}"))
+        self._give_up_actor(index, too_many_starts(self._name, tries, self._max_restarts, error))
 
     def _check_deadlines(self, index: int) -> None:
         """Handle calls or an actor's start that exceeded the deadline."""
@@ -395,3 +393,13 @@ class Slot:
     def has_capacity(self, max_concurrency: int) -> bool:
         """Whether the actor can take another call."""
         return self.building is None and not self.failed and len(self.running) < max_concurrency
+
+
+def too_many_starts(
+    pool: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
+) -> WorkerDiedError | DeadlineExceededError:
+    """The error of an actor whose start failed too often; contains the last error."""
+    return type(error)(
+        f"pool '{pool}': building the actor failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
+        f"(max_restarts={max_restarts}); the last error:\n{error}"
+    )
