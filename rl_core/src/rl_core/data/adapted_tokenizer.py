@@ -14,6 +14,7 @@ from rl_core.plugins.component import describe
 
 _PROBE: Final = "What is 1 + 1?"
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_UNNAMED: Final = "token "
 
 
 class Tokenizer(Protocol):
@@ -61,15 +62,15 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         if (problem := _problem(tokenizer)) is not None:
             raise DataError(f"the tokenizer {name} cannot be used: {problem}. See docs/config.md")
-        self.tokenizer, control = tokenizer, {token: text for text, token in tokenizer.special_tokens.items()}
-        self._names = list(_names(tokenizer, control))
+        self.tokenizer, self._control = tokenizer, {token: text for text, token in tokenizer.special_tokens.items()}
+        self._names = list(_names(tokenizer, self._control))
         self._ids = {text: token for token, text in enumerate(self._names)}
         roles = {role: getattr(tokenizer, f"{role}_id") for role in ("bos_token", "eos_token", "pad_token")}
         super().__init__(
             added_tokens_decoder={
-                token: AddedToken(text, special=True, normalized=False) for token, text in sorted(control.items())
+                token: AddedToken(text, special=True, normalized=False) for token, text in sorted(self._control.items())
             },
-            extra_special_tokens=[text for token, text in control.items() if token not in roles.values()],
+            extra_special_tokens=[text for token, text in self._control.items() if token not in roles.values()],
             special_tokens_pattern="none" if tokenizer.bos_token_id is None else "bos",
             clean_up_tokenization_spaces=False,
             name_or_path=name,
@@ -86,12 +87,8 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return dict(self._ids)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        ids = [self._ids[token] for token in tokens]
-        runs = groupby(ids, key=self._added_tokens_decoder.__contains__)
-        texts = (
-            "".join(self._names[token] for token in run) if control else self.tokenizer.decode([*run]) for control, run in runs
-        )
-        return "".join(texts)
+        runs = groupby((self._ids[token] for token in tokens), key=self._control.get)
+        return "".join(name * len([*run]) if name else self.tokenizer.decode([*run]) for name, run in runs)
 
     def save_pretrained(self, folder: Any, **_: Any) -> tuple[str, ...]:
         self.tokenizer.save(Path(folder))
@@ -111,8 +108,8 @@ def _names(tokenizer: Tokenizer, control: dict[int, str]) -> Iterator[str]:
     seen = {*control.values()}
     for token in range(tokenizer.vocab_size):
         text = control.get(token) or tokenizer.decode([token])
-        if token not in control and (not text or _REPLACEMENT in text or text in seen):
-            text = f"token {token}"
+        if token not in control and (not text or _REPLACEMENT in text or text in seen or text.startswith(_UNNAMED)):
+            text = f"{_UNNAMED}{token}"
         seen.add(text)
         yield text
 
