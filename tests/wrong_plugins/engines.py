@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from dataclasses import replace
 
 import torch
 
@@ -89,6 +90,14 @@ class IgnoresSeeds(EngineOf):
         def generate(self, data, *, greedy=False):
             data["sample_seeds"] = torch.randint(2**62, (data.size,))
             return super().generate(data, greedy=greedy)
+
+
+class IgnoresStopTokenIds(EngineOf):
+    """Continues rows after a token of `stop_token_ids`."""
+
+    class Worker(HFGenerationWorker):
+        def __init__(self, context, config):
+            super().__init__(context, config.model_copy(update={"stop_token_ids": None}))
 
 
 class IgnoresTopK(EngineOf):
@@ -258,6 +267,29 @@ class RestartsRowsAfterARefit(EngineOf):
             return results
 
 
+class ReusesTheStateOfAFinishedRow(EngineOf):
+    """Computes a row that joins after another has ended with the first token of that row."""
+
+    class Worker(HFGenerationWorker):
+        _first_of_ended, _own = None, {}
+
+        def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
+            joined = []
+            for request in arrivals:
+                row, first = type(request.row)(request.row), self._first_of_ended
+                self._own = {**self._own, request.name: int(row["input_ids"][0, 0])}
+                if first is not None and len(self._own) > len(arrivals):  # others are in progress
+                    row["input_ids"] = torch.cat([torch.tensor([[first]]), row["input_ids"][:, 1:]], dim=1)
+                joined.append(replace(request, row=row))
+            results = super().poll(joined, cancelled=cancelled, wait_s=wait_s)
+            for name in (*results, *cancelled):
+                first = self._own.pop(name, None)
+                if name in results and isinstance(results[name], BatchedDataDict):
+                    self._first_of_ended = results[name]["output_ids"][0, 0].item()
+                    results[name]["output_ids"] = results[name]["output_ids"].clone().index_fill_(1, torch.tensor([0]), first)
+            return results
+
+
 class ReturnsALogProbabilityPerRow(EngineOf):
     """Returns the sum of the log-probabilities of each row."""
 
@@ -390,6 +422,14 @@ class ShiftsLogProbabilities(EngineOf):
             output = super().generate(data, greedy=greedy)
             output["logprobs"] = output["logprobs"].roll(-1, dims=1)
             return output
+
+
+class SamplesGreedyRows(EngineOf):
+    """Samples greedy rows that are streamed."""
+
+    class Worker(HFGenerationWorker):
+        def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
+            return super().poll([replace(each, greedy=False) for each in arrivals], cancelled=cancelled, wait_s=wait_s)
 
 
 class StreamsFromItsFirstWeights(EngineOf):

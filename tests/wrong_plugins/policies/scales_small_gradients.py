@@ -23,9 +23,8 @@ class Policy(PolicyOf):
     worker = HFPolicyWorker
 
     def __init__(self, *, config, **kwargs):
-        optimizer = {
-            "name": f"{__name__}.Optimizer",
-            "kwargs": {**config.optimizer.kwargs, "max_grad_norm": config.max_grad_norm},
-        }
-        section = config.model_copy(update={"optimizer": type(config.optimizer)(**optimizer)})
-        super().__init__(config=section, **kwargs)
+        if config.max_grad_norm is not None:
+            kwargs_of_step = {**config.optimizer.kwargs, "max_grad_norm": config.max_grad_norm}
+            optimizer = type(config.optimizer)(name=f"{__name__}.Optimizer", kwargs=kwargs_of_step)
+            config = config.model_copy(update={"optimizer": optimizer})
+        super().__init__(config=config, **kwargs)

@@ -30,8 +30,9 @@ _VISIBLE = 94
 """Number of visible characters of ASCII, each of which is a token."""
 _DEVIATIONS = 6.0
 """Standard deviations of a sum of log-probabilities; a right engine exceeds it in one of 10^9 calls."""
-_FORM, _SEEDS, _AGREES, _REFIT = (
+_FORM, _TRUNCATED, _SEEDS, _AGREES, _REFIT = (
     "test_outputs_have_the_documented_form",
+    "test_truncated_rows_are_reported",
     "test_seeds_are_independent_of_other_rows",
     "test_log_probabilities_equal_the_reference",
     "test_a_refit_brings_the_trained_weights",
@@ -50,6 +51,7 @@ class _Subject(NamedTuple):
 
 
 _REFITTED = Condition(text="the engine has its own weights", holds=lambda tests: not tests.section().has_own_weights)
+_STOP_TOKENS = [*range(100, 140)]
 _FILTERS = {"top_k": 4, "top_p": 0.8}
 _FILTERED = Condition(
     text="neither `top_k` nor `top_p` is declared", holds=lambda tests: bool(_FILTERS.keys() & tests.capabilities())
@@ -182,7 +184,7 @@ class GenerationConformance(Conformance[_Subject]):
     @promise(
         "A row ends with the token that completes one of its `stop_strings` in the text of its completion; it is not "
         "`truncated`, and other rows are not affected.",
-        after=(_SEEDS, "test_the_end_token_is_kept", "test_truncated_rows_are_reported"),
+        after=(_SEEDS, "test_the_end_token_is_kept", _TRUNCATED),
     )
     def test_stop_strings_end_their_rows(self) -> str:
         if not self._facts.get("reads_text", True):
@@ -248,23 +250,32 @@ class GenerationConformance(Conformance[_Subject]):
         return self._compared(self._generate(self._rows()))
 
     @promise(
-        "`generate_async` yields each row once, equal to that of `generate`.", applies=declares("async_rows"), after=_SEEDS
+        "`generate_async` yields each row once, equal to that of `generate`, also a greedy one that joins others in progress.",
+        applies=declares("async_rows"),
+        after=_SEEDS,
     )
     def test_generate_async_equals_generate(self) -> None:
-        rows = self._rows()
-        whole = _completions(self._generate(rows))
+        rows, half = self._rows(), _ROWS // 2
+        parts = (rows.slice(0, half), False), (rows.slice(half, _ROWS), True)
+        whole = [tokens for part, greedy in parts for tokens in _completions(self._generate(part, greedy=greedy))]
         streamed: dict[int, list[int]] = {}
 
-        async def collect() -> None:
-            async for row, output in self._engine.generate_async(rows):
-                if row in streamed:
+        async def collect(first: int) -> None:
+            part, greedy = parts[first > 0]
+            joining: list[asyncio.Task[None]] = []
+            async for number, output in self._engine.generate_async(part, greedy=greedy):
+                if not first and not joining:
+                    joining.append(asyncio.ensure_future(collect(half)))
+                if (row := first + number) in streamed:
                     raise Found(f"row {row} was yielded twice.")
                 [streamed[row]] = _completions(output)
+            await asyncio.gather(*joining)
 
-        asyncio.run(collect())
+        asyncio.run(collect(0))
         for row, tokens in enumerate(whole):
-            if streamed.get(row) != tokens:
-                raise Found(f"row {row} has the tokens {tokens} in `generate` and {streamed.get(row)} in `generate_async`.")
+            if (found := streamed.get(row)) != tokens:
+                kind = "greedy row, which joined later," if row >= half else "row"
+                raise Found(f"{kind} {row} has the tokens {tokens} in `generate` and {found} in `generate_async`.")
 
     @promise(
         "After a refit the engine samples with the trained weights, under their version.", applies=_REFITTED, after=_AGREES
@@ -359,6 +370,19 @@ class GenerationConformance(Conformance[_Subject]):
         if not continued and not self.uses_ray:
             raise Found("no row has tokens of both versions, although rows were in progress at the refit.")
         return f"{continued} of {_ROWS} rows have tokens of both versions"
+
+    @promise("A row ends with the first of `stop_token_ids`, and is not `truncated`.", after=_TRUNCATED)
+    def test_stop_token_ids_end_rows(self) -> str:
+        with self.created_with(stop_token_ids=_STOP_TOKENS):
+            output = self._generate(self._rows(seed=25))
+        ended = 0
+        for row, tokens in enumerate(_completions(output)):
+            has_ended = tokens[-1] in _STOP_TOKENS
+            if {*tokens[:-1]} & {*_STOP_TOKENS} or (has_ended and bool(output["truncated"][row])):
+                cut, ids = bool(output["truncated"][row]), f"{_STOP_TOKENS[0]} to {_STOP_TOKENS[-1]}"
+                raise Found(f"row {row} must end with its first token from {ids}. It is {tokens}, and `truncated` is {cut}.")
+            ended += has_ended
+        return f"{ended} of {_ROWS} rows"
 
     @promise(
         "With `top_k` and `top_p`, tokens are drawn from those that they keep, and log-probabilities are those among the kept.",

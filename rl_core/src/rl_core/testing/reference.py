@@ -157,6 +157,7 @@ class Llama(ReferenceModel):
             pad_token_id=PAD,
             architectures=["LlamaForCausalLM"],
             dtype="float32",
+            attention_dropout=0.1,  # no step uses it, although training modes of modules do
         )
         config.save_pretrained(folder)
 
