@@ -193,7 +193,7 @@ class TrainingState(TrainingStateBase):
             torch.save(trainer, folder / TRAINER_FILE)
 
     def load(self, folder: Path) -> None:
-        """See the base class. The random state is restored too; with more ranks than before, additional ranks keep theirs."""
+        """See the base class. Also restores the random state; with more ranks than before, additional ranks keep their own."""
         try:
             self._load(folder)
         except DAMAGE_ERRORS as error:
