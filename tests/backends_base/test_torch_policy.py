@@ -1,12 +1,14 @@
 """A policy of a few lines on a plain torch module: scores, steps, resumes and references equal those of a loop in torch."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from policy_cases import NLL, counts_of, make_context, make_rows
 from ray import cloudpickle
+from simulated_gpu import SimulatedGpu
 from torch import nn
 
 from rl_backends_base import OptimizerChain, TorchPolicyWorker
@@ -243,6 +245,31 @@ def test_two_optimizers_step_as_alone_and_resume_bit_for_bit(folder, tmp_path):
     for name, weight in policy.iter_weights():
         torch.testing.assert_close(weight, plain.state_dict()[name])
         assert torch.equal(weight, dict(resumed.iter_weights())[name])
+
+
+def test_on_a_gpu_a_step_waits_once_and_tensors_leave_and_return(folder):
+    """Scores and steps equal those of a CPU bit for bit, also of the reference, which is in host memory between its uses."""
+    cpu, _ = start(folder, precision="bfloat16")
+    rows = rows_of()
+    expected = [cpu.train(rows, NLL(), counts=counts_of(rows)) for _ in range(2)]
+    with SimulatedGpu().active() as gpu:
+        context = replace(make_context(run_in_process=True), device="cuda")
+        policy = RecurrentWorker(context, config_of(folder, precision="bfloat16"))
+        assert policy.setup()["device"] == "cuda:0"
+        with gpu.counting() as waits:
+            found = [policy.train(rows, NLL(), counts=counts_of(rows))]
+        assert waits.total() == 1, waits
+        resident = torch.cuda.memory_allocated()
+        policy.offload_before_refit()
+        policy.offload_after_refit()
+        assert torch.cuda.memory_allocated() == 0
+        policy.prepare_for_training()
+        assert torch.cuda.memory_allocated() == resident
+        reference = policy.get_logprobs(rows, reference=True)["logprobs"]
+        assert torch.cuda.memory_allocated() == resident
+        found.append(policy.train(rows, NLL(), counts=counts_of(rows)))
+    assert found == expected
+    assert torch.equal(reference, cpu.get_logprobs(rows, reference=True)["logprobs"])
 
 
 class Infinite(NLL):

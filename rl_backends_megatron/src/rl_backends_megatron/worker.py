@@ -190,6 +190,11 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
 
     def move(self, *, weights: torch.device, state: torch.device | None = None) -> None:
         leaves = self.device.type == "cuda"
+        if leaves and state not in (None, self.device):
+            if self.state is not None:
+                self.state.move(state)
+                self.state.free_gradients()
+            self._masters.offload()
         if weights == self.device:
             self._weights.restore()
         elif leaves:
@@ -199,11 +204,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
             if self.state is not None:
                 self.state.restore_gradients()
                 self.state.move(self.device)
-        elif state is not None and leaves:
-            if self.state is not None:
-                self.state.move(state)
-                self.state.free_gradients()
-            self._masters.offload()
+        elif leaves and state is not None:
             # Memory in torch's cache is not available to an engine on the same GPU.
             torch.cuda.empty_cache()
 
