@@ -21,16 +21,21 @@ if TYPE_CHECKING:
     from rl_backends_base.data_only import reason_of as reason_of
     from rl_backends_base.data_only import write_error as write_error
     from rl_backends_base.engine_worker import TokenwiseWorker as TokenwiseWorker
+    from rl_backends_base.microbatches import MicrobatchRows as MicrobatchRows
     from rl_backends_base.microbatches import MicrobatchSplitter as MicrobatchSplitter
+    from rl_backends_base.microbatches import ScoringInput as ScoringInput
     from rl_backends_base.microbatches import first_non_finite_loss as first_non_finite_loss
     from rl_backends_base.microbatches import non_finite_step_error as non_finite_step_error
+    from rl_backends_base.microbatches import padded_input as padded_input
     from rl_backends_base.microbatches import reduce_metrics as reduce_metrics
     from rl_backends_base.microbatches import scored_tokens as scored_tokens
     from rl_backends_base.optimizer import OptimizerChain as OptimizerChain
     from rl_backends_base.optimizer_settings import OptimizerSettings as OptimizerSettings
     from rl_backends_base.optimizer_settings import build_scheduler as build_scheduler
     from rl_backends_base.optimizer_settings import call_named as call_named
+    from rl_backends_base.optimizer_step import LossOfMicrobatch as LossOfMicrobatch
     from rl_backends_base.parallel import Parallel as Parallel
+    from rl_backends_base.parallel import join_ranks as join_ranks
     from rl_backends_base.policy_worker import PolicyWorkerBase as PolicyWorkerBase
     from rl_backends_base.row_sampler import RowSampler as RowSampler
     from rl_backends_base.row_sampler import TokenModel as TokenModel

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_backends_base.microbatches import padded_input
+from rl_backends_base import padded_input
 from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, scored_tokens
+from rl_backends_base import MicrobatchRows, ScoringInput, scored_tokens
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.layers import PackedRows, packed_shard, row_shard
 from rl_backends_megatron.parallel import Ranks

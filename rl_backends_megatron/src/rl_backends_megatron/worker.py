@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
-from rl_backends_base.microbatches import MicrobatchRows
-from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch
+from rl_backends_base import LossOfMicrobatch, MicrobatchRows, Parallel, TorchPolicyWorker, TrainingStateBase
+from rl_backends_base.optimizer_step import LossAndMetrics
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder

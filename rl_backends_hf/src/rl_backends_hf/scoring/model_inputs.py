@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_backends_base.microbatches import ScoringInput, scored_tokens
+from rl_backends_base import ScoringInput, scored_tokens
 from rl_backends_hf.cpu_attention import share_prefixes
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
 from rl_core.data.batched_data_dict import to_device

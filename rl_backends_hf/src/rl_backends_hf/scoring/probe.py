@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_base.microbatches import padded_input
+from rl_backends_base import padded_input
 from rl_backends_base.optimizer import compile_error
 from rl_backends_base.shards import fill, reshard
 from rl_backends_hf.scoring.model_inputs import packed_input

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
-from rl_backends_base.microbatches import ScoringInput
+from rl_backends_base import ScoringInput
 from rl_core.backend import CLASSIFIER, Head, refuse_other_head
 from rl_core.errors import NotSupportedError, UserError
 

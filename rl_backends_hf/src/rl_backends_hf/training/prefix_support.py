@@ -7,7 +7,7 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_base.microbatches import padded_input
+from rl_backends_base import padded_input
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import CPU_SDPA
 from rl_backends_hf.scoring.model_inputs import shared_input

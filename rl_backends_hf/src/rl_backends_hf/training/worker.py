@@ -11,9 +11,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_backends_base import Parallel, TorchPolicyWorker, TrainingStateBase
-from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, padded_input
-from rl_backends_base.parallel import join_ranks
+from rl_backends_base import (
+    MicrobatchRows,
+    Parallel,
+    ScoringInput,
+    TorchPolicyWorker,
+    TrainingStateBase,
+    join_ranks,
+    padded_input,
+)
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
