@@ -340,6 +340,12 @@ def test_cancelled_rows_and_rows_with_errors_leave_the_others_alone(start, folde
     assert_same(engine.generate(ROWS.slice(0, 1)), expected, 0)
 
 
+def test_logits_of_another_shape_are_an_error_that_names_the_engine(engine, monkeypatch):
+    monkeypatch.setattr(engine.group.worker, "prefill", lambda rows: torch.zeros(len(rows), 3, reference.VOCABULARY))
+    with pytest.raises(WorkerError, match=r"Worker returned logits of shape \[6, 3, 260\] for 6 rows\. .* \[6, V\]"):
+        engine.generate(ROWS)
+
+
 def test_a_failed_step_fails_its_rows_and_the_engine_samples_the_next_ones(engine, monkeypatch):
     async def fail():
         task = asyncio.create_task(collected(engine, ROWS))

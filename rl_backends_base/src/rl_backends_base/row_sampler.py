@@ -27,7 +27,7 @@ from rl_core.backend import (
 )
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import DataError, NonFiniteError, RLCoreError
+from rl_core.errors import DataError, InvalidComponentError, NonFiniteError, RLCoreError
 
 _PAUSED_WAIT_S: Final = 0.01
 """Maximum duration of a poll while a refit has paused the rows; the next refit call must wait for it."""
@@ -345,6 +345,11 @@ class DecodeLoop:
     def _draw(self, logits: torch.Tensor, first: int, weight_version: int) -> list[Row]:
         """Draw a token for the active rows from number `first` on, and remove ended rows, which are returned."""
         rows = self._active[first:]
+        if logits.ndim != 2 or len(logits) != len(rows):
+            raise InvalidComponentError(
+                f"{type(self._model).__name__} returned logits of shape {list(logits.shape)} for {len(rows)} rows. `prefill` "
+                f"and `decode` must return [{len(rows)}, V]: those of the next token of each row."
+            )
         drawn, likely = self._model.draw(rows, logits)
         ended: list[Row] = []
         remaining = list(range(first))
