@@ -166,10 +166,15 @@ def test_a_failed_step_fails_its_rows_and_the_engine_samples_the_next_ones(engin
     assert_same_row(asyncio.run(row_of(engine, BATCH, 1)), engine.generate(BATCH), 1)
 
 
-def test_packed_weights_are_freed_after_generation(engine):
+@pytest.mark.parametrize("end", ["finish_generation", "shutdown"])
+def test_packed_weights_are_freed_after_generation(folder, end):
+    engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT)
     asyncio.run(row_of(engine, BATCH, 0))
-    engine.finish_generation()
-    assert all("forward" not in module.__dict__ for module in engine.group.worker.model.modules())
+    worker = engine.group.worker
+    assert any("forward" in module.__dict__ for module in worker.model.modules())
+    getattr(engine, end)()
+    assert all("forward" not in module.__dict__ for module in worker.model.modules())
+    engine.shutdown()
 
 
 @pytest.fixture

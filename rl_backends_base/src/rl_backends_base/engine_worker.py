@@ -177,3 +177,5 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
 
     def shutdown(self) -> None:
         self.leave_refit()
+        if (sampler := getattr(self, "_sampler", None)) is not None:
+            sampler.drop_cache()  # what is prepared for sampling refers to the model
