@@ -110,8 +110,8 @@ def interface_of(kind: Kind) -> Interface:
     )
 
 
-def interface_named(name: str) -> Interface:
-    """The interface of the kind of this name, with `-` or `_`.
+def print_interface(name: str, *, as_json: bool) -> None:
+    """Print the interface of the kind of this name, with `-` or `_`.
 
     Raises:
         UnknownComponentError: There is no such kind.
@@ -119,16 +119,7 @@ def interface_named(name: str) -> Interface:
     kinds = [kind.value for kind in Kind]
     if name.replace("-", "_") not in kinds:
         raise UnknownComponentError(f"There is no kind {name!r}.{did_you_mean(name, kinds)} Kinds: {', '.join(kinds)}.")
-    return interface_of(Kind(name.replace("-", "_")))
-
-
-def print_interface(name: str, *, as_json: bool) -> None:
-    """Print the interface of the kind of this name.
-
-    Raises:
-        UnknownComponentError: There is no such kind.
-    """
-    interface = interface_named(name)
+    interface = interface_of(Kind(name.replace("-", "_")))
     if as_json:
         print(json.dumps(asdict(interface), indent=2, ensure_ascii=False))
         return
@@ -151,7 +142,7 @@ def as_markdown(interface: Interface) -> Iterator[str]:
         yield f"{title}\n"
         yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
         for name, *cells in rows:
-            yield f"| {' | '.join([f'`{name}`', *(cell.replace('|', chr(92) + '|') for cell in cells)])} |"
+            yield f"| {' | '.join(cell.replace(' | ', ' or ') for cell in (f'`{name}`', *cells))} |"
         yield ""
     if interface.by_path:
         yield f"{interface.by_path}\n"
