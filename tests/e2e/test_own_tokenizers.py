@@ -1,7 +1,9 @@
 """A tokenizer that Transformers cannot load, named by its import path: SFT, GRPO, checkpoints, resume and the server."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from command_line import rlcore
 from starlette.testclient import TestClient
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import conversation_tokens, encode, load_tokenizer
 from rl_core.errors import DataError
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
@@ -133,12 +135,22 @@ def test_the_server_completes_and_chats_with_the_tokenizer_of_the_run(trained):
 
 def test_text_and_ids_of_control_tokens(folder):
     tokenizer = load_tokenizer(NAME, model_name=folder / "model")
-    assert tokenizer("é<end>", add_special_tokens=False)["input_ids"] == [0xC3, 0xA9, 256]
+    assert encode("é<end>", tokenizer) == [0xC3, 0xA9, 256]
     assert tokenizer.decode([0xC3, 0xA9, 256, 0xC3]) == "é<end>\N{REPLACEMENT CHARACTER}"
     assert tokenizer.decode([0xC3, 0xA9, 256], skip_special_tokens=True) == "é"
     assert (len(tokenizer), tokenizer.eos_token, tokenizer.pad_token_id, tokenizer.bos_token_id) == (259, "<end>", 257, None)
     assert tokenizer.convert_ids_to_tokens(ord("a")) == "a"
     assert len(tokenizer.get_vocab()) == 259
+
+
+def test_the_tokenizer_in_the_documentation_works(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "class Bytes" in block]
+    (tmp_path / "documented_bytes.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    tokenizer = load_tokenizer("documented_bytes:Bytes")
+    assert encode("é<end>", tokenizer) == [0xC3, 0xA9, 256]
+    assert conversation_tokens([{"role": "assistant", "content": "a"}], tokenizer) == [97, 256]
 
 
 @pytest.mark.parametrize(
