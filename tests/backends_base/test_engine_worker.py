@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rl_backends_base import TokenwiseWorker
-from rl_core.backend import BatchedDataDict, DistributedGeneration
+from rl_core.backend import BatchedDataDict, DistributedGeneration, GenerationRequest
 from rl_core.config.schema import GenerationConfig
 from rl_core.errors import DataError, NonFiniteError, WorkerError
 from rl_core.testing import GenerationConformance, reference
@@ -242,6 +242,17 @@ def test_rows_that_join_late_and_wait_are_those_of_one_call(engine, monkeypatch,
 
     for row, found in enumerate(asyncio.run(one_after_the_other())):
         assert_same(found[0][0], expected, row)
+
+
+def test_memory_of_rows_is_also_updated_without_gradients_when_a_refit_begins_or_rows_are_cancelled(engine, monkeypatch):
+    worker, modes = engine.group.worker, []
+    monkeypatch.setattr(worker, "keep", lambda rows: modes.append((len(rows), torch.is_inference_mode_enabled())))
+    requests = [GenerationRequest(name=str(row), row=ROWS.slice(row, row + 1)) for row in range(3)]
+    worker._sampler._loop._end_ids = frozenset()
+    worker.poll(requests, wait_s=0.0)
+    worker.poll([], cancelled=["1"], wait_s=0.0)
+    worker.refit_begins()
+    assert modes == [(2, True), (0, True)]
 
 
 def test_a_refit_in_flight_keeps_tokens_and_continues_with_a_state_of_the_new_weights(start, folder):
