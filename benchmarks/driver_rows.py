@@ -24,8 +24,7 @@ import yaml
 from pydantic import Field
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.generation import HuggingFaceGeneration
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker, HuggingFaceGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds

@@ -17,9 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
-from rl_backends_hf.generation import HuggingFaceGeneration
+from rl_backends_hf.generation import HFGenerationWorker, HuggingFaceGeneration
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.worker import GenerationRequest

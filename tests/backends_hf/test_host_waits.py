@@ -12,7 +12,7 @@ from simulated_gpu import SimulatedGpu
 from rl_backends_base import SamplingParameters, row_sampler
 from rl_backends_base.token_choice import next_tokens
 from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict

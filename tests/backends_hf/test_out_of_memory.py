@@ -7,7 +7,7 @@ import torch
 from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster import RayVirtualCluster
 from rl_core.cluster.in_process import InProcessWorkerGroup

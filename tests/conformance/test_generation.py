@@ -1,7 +1,7 @@
 """The Transformers engine keeps the promises of generation backends."""
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import TransportDeclinedError
 from rl_core.testing import GenerationConformance

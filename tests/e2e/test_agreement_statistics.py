@@ -125,7 +125,7 @@ def restarted_engine(folder):
         "import os, signal\n"
         "from pathlib import Path\n"
         "from rl_backends_hf.config import HFGenerationConfig\n"
-        "from rl_backends_hf.sampling.generation_worker import HFGenerationWorker\n"
+        "from rl_backends_hf.generation import HFGenerationWorker\n"
         "from rl_core.dispatch.generation import DistributedGeneration\n\n\n"
         "class Worker(HFGenerationWorker):\n"
         "    def generate(self, data, *, greedy=False):\n"

@@ -12,7 +12,7 @@ from e2e_runs import MODEL, TINY, merged, reproducible_metrics_of
 from ray import cloudpickle
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.evaluation.evaluate import plan_evaluation

@@ -17,7 +17,7 @@ MORTAL = textwrap.dedent(
     import rl_backends_hf.generation as room
     from rl_backends_hf.config import HFGenerationConfig
     from rl_backends_hf.generation import HuggingFaceGeneration
-    from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+    from rl_backends_hf.generation import HFGenerationWorker
 
     FOLDER = Path({folder!r})
 

@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 from rl_backends_hf import HuggingFaceGeneration
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs import ArithmeticEnvironment
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.generation import HFGenerationWorker
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.backend import weights_of
 from rl_core.data.batched_data_dict import BatchedDataDict

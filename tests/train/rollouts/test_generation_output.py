@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rl_backends_hf.generation import HuggingFaceGeneration
+from rl_backends_hf.generation import HFGenerationWorker, HuggingFaceGeneration
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import GenerationInterface
@@ -129,7 +128,7 @@ def test_a_broken_promise_of_an_engine_is_named_with_class_distribution_and_row(
         checked_generation(output, data=data, generation=engine)
     assert re.search(
         r"^HuggingFaceGeneration\.generate .*rl_backends_hf\.generation\.HuggingFaceGeneration \(rl-backends-hf [\d.]+\), "
-        r"with the workers rl_backends_hf\.sampling\.generation_worker\.HFGenerationWorker \(rl-backends-hf ",
+        r"with the workers rl_backends_hf\.generation\.HFGenerationWorker \(rl-backends-hf ",
         str(caught.value),
     )
 
