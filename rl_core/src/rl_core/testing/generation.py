@@ -57,7 +57,7 @@ _FILTERED = Condition(
     text="neither `top_k` nor `top_p` is declared", holds=lambda tests: bool(_FILTERS.keys() & tests.capabilities())
 )
 _OWN_OPTIONS: tuple[dict[str, Any] | None, ...] = ({"temperature": 1.3}, {"top_k": 3}, None, {"top_p": 0.6})
-"""Of the rows, in turn."""
+"""Options of the rows, in turn."""
 
 
 class GenerationConformance(Conformance[_Subject]):
