@@ -45,6 +45,9 @@ a test file. Kinds with the path `rl_train.testing` below need rl-train.
 - The last lines of pytest say for each component how many promises it keeps, and why others were not tested.
 - A test can only be replaced by an expected failure, which is reported, and which fails once the promise is kept:
   `test_rows_are_independent = xfail(reason="...")`, with `from rl_core.testing import xfail`.
+- Policies and engines are compared with a small Llama in the format of Transformers. A backend of another model sets `model` on
+  its classes, a `rl_core.testing.ReferenceModel`: it makes weights, writes them for the backend, and computes the logits of a
+  row. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one of 25 lines.
 - `pytest --ray` runs workers on two ranks over Ray instead of in this process.
 """
 

@@ -5,8 +5,8 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from rl_backends_litgpt.model import save
 
-from rl_core.testing import GenerationConformance, PackagingConformance, PolicyConformance
-from rl_core.testing.reference import EOS, MAX_LENGTH, VOCABULARY, ReferenceModel
+from rl_core.testing import GenerationConformance, PackagingConformance, PolicyConformance, ReferenceModel
+from rl_core.testing.reference import EOS, MAX_LENGTH, VOCABULARY
 
 CONFIG = {
     **{"name": "small", "vocab_size": VOCABULARY, "block_size": MAX_LENGTH, "n_layer": 2, "n_embd": 32, "n_head": 4},

@@ -3,8 +3,8 @@
 import torch
 from rl_backends_recurrent.model import RecurrentModel
 
-from rl_core.testing import GenerationConformance, PackagingConformance, PolicyConformance
-from rl_core.testing.reference import EOS, VOCABULARY, ReferenceModel
+from rl_core.testing import GenerationConformance, PackagingConformance, PolicyConformance, ReferenceModel
+from rl_core.testing.reference import EOS, VOCABULARY
 
 
 class Recurrence(ReferenceModel):
