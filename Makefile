@@ -64,7 +64,7 @@ test-transformers: .venv-transformers
 	rm -rf $@
 	$(BIN)/python tests/releases.py --folder $@ --over transformers --install
 
-# LitGPT's requirements conflict with those of Transformers 5, so it is installed without them, in an environment of its own.
+# LitGPT's requirements conflict with those of Transformers 5, so it is installed without them, in an environment apart.
 litgpt: .venv-litgpt
 	cd examples/plugins/litgpt && $(CURDIR)/.venv-litgpt/bin/python -m pytest -p no:cacheprovider tests
 

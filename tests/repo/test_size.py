@@ -15,7 +15,6 @@ import sizes
 TOO_LONG = "with it, or with all of these, its reader would have more than 500 lines"
 SMALL = {
     "rl_backends_vllm.executors": "derives from classes of vLLM, which its reader imports late",
-    "rl_core.old_paths": "the one table of moved modules; a package's __init__ has no code",
     "rl_core.testing.pytest_plugin": "pytest loads it by name",
     "rl_envs.code.harness": "the programs that run in a sandbox, as source",
     "rl_sandbox.interpreter": "isolation is reviewed page by page",

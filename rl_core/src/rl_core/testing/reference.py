@@ -111,8 +111,12 @@ class Llama(ReferenceModel):
     """A Llama of 90,000 parameters, in the format of Transformers.
 
     It is written from the definition of the architecture (https://arxiv.org/abs/2302.13971, grouped queries of
-    https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend.
+    https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend. `dropout` is that of attention in
+    its config, which the reference never applies.
     """
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        self._dropout = dropout
 
     def make_weights(self, *, seed: int = 3) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -157,7 +161,7 @@ class Llama(ReferenceModel):
             pad_token_id=PAD,
             architectures=["LlamaForCausalLM"],
             dtype="float32",
-            attention_dropout=0.1,  # no step uses it, although training modes of modules do
+            attention_dropout=self._dropout,
         )
         config.save_pretrained(folder)
 
