@@ -1,5 +1,6 @@
 """Runs with equal configs are equal, also with dropout and with components that draw from global generators; so are resumes."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -92,17 +93,10 @@ class SamplingEngine(DistributedGeneration):
 class StreamingSampler(Sampler):
     """Also draws the seed of each token of the rows in flight, so draws depend on the tokens that are sampled together."""
 
-    def setup(self):
-        facts = super().setup()
-        loop = self._rows._loop
-        draw = loop._next_tokens
-
-        def draw_with_new_seeds(logits, first):
-            loop._seeds[first:] = torch.randint(2**60, (len(loop._seeds) - first,))
-            return draw(logits, first)
-
-        loop._next_tokens = draw_with_new_seeds
-        return facts
+    def draw(self, rows, logits):
+        for row, seed in zip(rows, torch.randint(2**60, (len(rows),)).tolist(), strict=True):
+            row.prompt = dataclasses.replace(row.prompt, seed=seed)
+        return super().draw(rows, logits)
 
 
 class StreamingEngine(DistributedGeneration):
