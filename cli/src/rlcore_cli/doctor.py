@@ -220,7 +220,7 @@ def _load_config(component: Component, kind: str | None) -> object:
 
 def _conflicts(plugin: Plugin, manager: PluginManager) -> Iterator[str]:
     """Requirements of a plugin, and of what it requires, that no version can meet together with those of other plugins."""
-    with_workers = {"rl-core", *(_name_of(check) for check in plugin.requirements)}
+    with_workers = {"rl-core", *(_name_of(check) for check in plugin.requirements if check.fits)}
     for owner, check in _all_checks(plugin.distribution, {canonicalize_name(other.distribution) for other in manager.plugins}):
         others = {
             other.distribution: f"{other.label} requires {theirs.requirement}"
