@@ -353,8 +353,42 @@ def test_cancelled_rows_and_rows_with_errors_leave_the_others_alone(start, folde
 
 def test_logits_of_another_shape_are_an_error_that_names_the_engine(engine, monkeypatch):
     monkeypatch.setattr(engine.group.worker, "prefill", lambda rows: torch.zeros(len(rows), 3, reference.VOCABULARY))
-    with pytest.raises(WorkerError, match=r"Worker returned logits of shape \[6, 3, 260\] for 6 rows\. .* \[6, V\]"):
+    with pytest.raises(WorkerError, match=r"Worker returned a Tensor of shape \[6, 3, 260\] for 6 rows\. .* \[6, V\]"):
         engine.generate(ROWS)
+
+
+def test_logits_of_padding_are_not_sampled(engine, monkeypatch):
+    """Embeddings are often padded to a multiple; their last rows have no token."""
+    monkeypatch.setattr(engine.group.worker, "prefill", lambda rows: torch.zeros(len(rows), reference.VOCABULARY + 4))
+    with pytest.raises(WorkerError, match=r"shape \[6, 264\] for 6 rows\. .* beyond the 260 tokens of the vocabulary"):
+        engine.generate(ROWS)
+
+
+def test_an_engine_that_starts_no_row_is_an_error_and_does_not_hang(engine, monkeypatch):
+    monkeypatch.setattr(engine.group.worker, "max_batch_rows", 0)
+    with pytest.raises(WorkerError, match=r"Worker\.admit took no row, .* and `max_batch_rows` is 0\."):
+        engine.generate(ROWS)
+    with pytest.raises(WorkerError, match=r"Worker\.admit took no row"):
+        asyncio.run(collected(engine, ROWS))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "error"),
+    [
+        ("build", {}, r"Worker\.build must return a torch module, not dict\."),
+        ("facts", {"vocab_size": 260}, r"Worker\.facts must have an int as `max_model_len`, not None\."),
+        ("facts", {"vocab_size": "260", "max_model_len": 9}, r"Worker\.facts must have an int as `vocab_size`, not '260'\."),
+    ],
+)
+def test_wrong_values_of_an_author_name_the_method(start, monkeypatch, method, value, error):
+    monkeypatch.setattr(Recurrent.Worker, method, lambda self: value)
+    with pytest.raises(WorkerError, match=error):
+        start().generate(ROWS)
+
+
+def test_an_option_of_a_row_that_is_none_is_absent(engine):
+    sampling = [{"top_logprobs": None, "top_p": None}] * ROWS.size
+    assert_same(engine.generate(BatchedDataDict({**ROWS, "sampling": sampling})).slice(0, 1), engine.generate(ROWS), 0)
 
 
 def test_a_failed_step_fails_its_rows_and_the_engine_samples_the_next_ones(engine, monkeypatch):

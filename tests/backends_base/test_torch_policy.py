@@ -144,7 +144,7 @@ def test_the_most_likely_tokens_are_in_descending_order(folder):
 
 def test_without_logits_there_are_no_most_likely_tokens(folder):
     policy, _ = start(folder, ByTokens)
-    with pytest.raises(NotSupportedError, match="ByTokens does not define `logits`, which top-k log-probabilities"):
+    with pytest.raises(NotSupportedError, match="ByTokens does not define `logits`.*top-k log-probabilities"):
         policy.get_topk_logprobs(rows_of(), k=2)
 
 
@@ -304,6 +304,29 @@ def test_logits_of_another_shape_are_an_error_that_names_the_method(folder):
     policy, _ = start(folder, Transposed)
     with pytest.raises(InvalidComponentError, match=r"`Transposed.logits` returned shape \[\d+, 3, 40\] for `input_ids` of"):
         policy.get_logprobs(rows_of())
+
+
+class KeepsItsModel(RecurrentWorker):
+    def build(self):
+        self.net = super().build()
+        return self.net
+
+
+def test_a_worker_that_keeps_what_it_built_is_refused(folder):
+    """Its `logits` would use the model of the reference policy after that was built."""
+    with pytest.raises(InvalidComponentError, match=r"KeepsItsModel\.build keeps the model as `self\.net`"):
+        start(folder, KeepsItsModel)
+
+
+class WithoutTraining(RecurrentWorker):
+    def build(self):
+        return super().build().requires_grad_(False)
+
+
+def test_a_model_without_trained_parameters_is_an_error_with_its_key(folder):
+    with pytest.raises(NotSupportedError, match="has `requires_grad`, so nothing can be trained") as raised:
+        start(folder, WithoutTraining)
+    assert raised.value.key == "frozen"
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ class KeepsKeysAndValues(EngineOf):
             return facts
 
         def generate(self, data, *, greedy=False):
-            other = Sampler(self.model, self.config)  # does not affect the rows in progress
+            other = Sampler(self.model, self.config, tokenizer=self._sampler.tokenizer)  # does not affect the rows in progress
             return other.generate(data, greedy, weight_version=self.get_weight_version())
 
 
@@ -438,11 +438,12 @@ class StreamsFromItsFirstWeights(EngineOf):
     class Worker(HFGenerationWorker):
         def setup(self):
             facts = super().setup()
-            self._sampler = Sampler(copy.deepcopy(self.model), self.config).rows
+            self._sampler = Sampler(copy.deepcopy(self.model), self.config, tokenizer=self._sampler.tokenizer).rows
             return facts
 
         def generate(self, data, *, greedy=False):
-            return Sampler(self.model, self.config).generate(data, greedy, weight_version=self.get_weight_version())
+            whole = Sampler(self.model, self.config, tokenizer=self._sampler.tokenizer)
+            return whole.generate(data, greedy, weight_version=self.get_weight_version())
 
 
 class SwapsLogProbabilitiesOfTwoRows(EngineOf):

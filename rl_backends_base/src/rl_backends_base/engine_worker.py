@@ -24,7 +24,7 @@ from rl_core.backend import (
     weights_of,
 )
 from rl_core.config.schema import GenerationConfig, TokenizerConfig
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, InvalidComponentError
 
 ConfigT = TypeVar("ConfigT", bound=GenerationConfig)
 
@@ -93,8 +93,18 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
             )
         if not self.context.run_in_process:
             torch.set_num_threads(self.context.num_threads)
-        self.model = self.build().eval().requires_grad_(False)
+        self.model = self.build()
+        if not isinstance(self.model, torch.nn.Module):
+            raise InvalidComponentError(
+                f"{type(self).__name__}.build must return a torch module, not {type(self.model).__name__}."
+            )
+        self.model.eval().requires_grad_(False)
         facts, tokenizer = self.facts(), self.find_tokenizer()
+        for name in ("vocab_size", "max_model_len"):
+            if not isinstance(facts.get(name), int):
+                raise InvalidComponentError(
+                    f"{type(self).__name__}.facts must have an int as `{name}`, not {facts.get(name)!r}."
+                )
         sources = (getattr(self.model, "generation_config", None), getattr(self.model, "config", None), tokenizer)
         self._sampler = RowSampler(
             self,

@@ -27,7 +27,7 @@ from rl_core.backend import (
 )
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import DataError, InvalidComponentError, NonFiniteError, RLCoreError
+from rl_core.errors import InvalidComponentError, NonFiniteError, RLCoreError
 
 _PAUSED_WAIT_S: Final = 0.01
 """Maximum duration of a poll while a refit has paused the rows; the next refit call must wait for it."""
@@ -52,7 +52,7 @@ class TokenModel(ABC):
 
         Returns:
             Logits [len(rows), V] of the token after the whole sequence of each (`row.sequence`): its prompt, and the tokens
-            that older weights have sampled.
+            that older weights have sampled. They may be overwritten afterwards.
         """
 
     def decode(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -150,7 +150,8 @@ class RowSampler:
             seed=seed,
             rank=rank,
         )
-        self._loop = DecodeLoop(model, end_ids)
+        self._vocab_size = vocab_size
+        self._loop = DecodeLoop(model, end_ids, vocab_size=vocab_size)
         self._rows: dict[str, Row] = {}
         self._prepared = ExitStack()
         # A generator that is still open when the interpreter exits would fail while modules are unloaded.
@@ -182,11 +183,11 @@ class RowSampler:
         """
         rows = self.batch = self.read(data, greedy=greedy)
         if rows:
-            self._loop.recompute()
-            loop = DecodeLoop(self._model, self._end_ids)
+            loop = DecodeLoop(self._model, self._end_ids, vocab_size=self._vocab_size)
             count, steps = min(len(rows), self._model.max_batch_rows), max(row.prompt.limit for row in rows)
             prepared = nullcontext() if self._is_prepared else self._model.prepared(rows=count, steps=steps)
             with prepared, self._model.without_gradients():
+                self._loop.recompute()
                 try:
                     loop.add(rows)
                     while not loop.is_idle:
@@ -250,7 +251,7 @@ class RowSampler:
         for arrival in arrivals:
             try:
                 [row] = self.read(arrival.row, greedy=arrival.greedy)
-            except DataError as error:
+            except RLCoreError as error:  # of this row alone
                 refused[arrival.name] = error
                 continue
             row.session = arrival.row["session_ids"][0] if "session_ids" in arrival.row else None
@@ -299,10 +300,11 @@ class DecodeLoop:
     Args:
         model: computes logits.
         end_ids: tokens that end a row.
+        vocab_size: largest V of logits.
     """
 
-    def __init__(self, model: TokenModel, end_ids: frozenset[int]) -> None:
-        self._model, self._end_ids = model, end_ids
+    def __init__(self, model: TokenModel, end_ids: frozenset[int], *, vocab_size: int) -> None:
+        self._model, self._end_ids, self._vocab_size = model, end_ids, vocab_size
         self._waiting: list[Row] = []
         self._active: list[Row] = []
 
@@ -338,6 +340,11 @@ class DecodeLoop:
             self._waiting = [row for row in self._waiting if row not in gone]
             self._active += joining
             ended += self._draw(self._model.prefill(joining), first, weight_version)
+        if self._waiting and not self._active and not ended:
+            raise InvalidComponentError(
+                f"{type(self._model).__name__}.admit took no row, although none is in flight: the shortest has "
+                f"{self._waiting[-1].num_tokens} tokens, and `max_batch_rows` is {self._model.max_batch_rows}."
+            )
         if self._active:
             ended += self._draw(self._model.decode(self._active), 0, weight_version)
         return ended
@@ -345,10 +352,12 @@ class DecodeLoop:
     def _draw(self, logits: torch.Tensor, first: int, weight_version: int) -> list[Row]:
         """Draw a token for the active rows from number `first` on, and remove ended rows, which are returned."""
         rows = self._active[first:]
-        if logits.ndim != 2 or len(logits) != len(rows):
+        shape = list(getattr(logits, "shape", ()))
+        if len(shape) != 2 or shape[0] != len(rows) or shape[1] > self._vocab_size:
             raise InvalidComponentError(
-                f"{type(self._model).__name__} returned logits of shape {list(logits.shape)} for {len(rows)} rows. `prefill` "
-                f"and `decode` must return [{len(rows)}, V]: those of the next token of each row."
+                f"{type(self._model).__name__} returned a {type(logits).__name__} of shape {shape} for {len(rows)} rows. "
+                f"`prefill` and `decode` must return logits [{len(rows)}, V] of the next token of each row, without columns "
+                f"beyond the {self._vocab_size} tokens of the vocabulary (`vocab_size` of `facts`)."
             )
         drawn, likely = self._model.draw(rows, logits)
         ended: list[Row] = []

@@ -53,7 +53,7 @@ class Row(SampledRow):
     @property
     def num_likely(self) -> int:
         """Number of most likely tokens that it asks for at each position."""
-        return int(self.prompt.sampling.get(LIKELY_TOKENS, 0))
+        return int(self.prompt.sampling.get(LIKELY_TOKENS) or 0)
 
     @property
     def has_ended(self) -> bool:

@@ -86,8 +86,8 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def build(self) -> nn.Module:
         """The model with the weights of `config.model_name`, on any device.
 
-        Called when the worker loads, and again for the reference policy. float32 parameters are rounded to `config.precision`
-        afterwards. Those without `requires_grad` are not trained.
+        Called when the worker loads, and again for the reference policy: keep nothing of it, and use `self.model`. float32
+        parameters are rounded to `config.precision` afterwards. Those without `requires_grad` are not trained.
         """
 
     def logits(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -97,8 +97,8 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             batch: `input_ids` [b, T] int64, right-padded, and `input_lengths` [b] int64, on the device.
         """
         raise NotSupportedError(
-            f"{type(self).__name__} does not define `logits`, which top-k log-probabilities, losses with candidates and the "
-            "default of the fact `vocab_size` need."
+            f"{type(self).__name__} does not define `logits`. With `token_logprobs` instead, `facts` must have `vocab_size`, "
+            "and top-k log-probabilities and losses with candidates are not supported."
         )
 
     def token_logprobs(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -150,6 +150,11 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def load(self) -> PolicyFacts:
         self.parallel = self.join()
         self.model = self.build()
+        if kept := [name for name, value in vars(self).items() if value is self.model and name != "model"]:
+            raise InvalidComponentError(
+                f"{type(self).__name__}.build keeps the model as `self.{kept[0]}`, which that of the reference policy would "
+                "replace. Use `self.model`."
+            )
         self.place()
         parameters = list(self.model.parameters())
         if not self.config.frozen:
@@ -181,6 +186,12 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def make_state(self) -> TrainingStateBase | None:
         """The optimizer of the trainable parameters; None if there are none."""
         masters = MasterWeights(self.trained_module, model_dtype=self.trained_dtype)
+        if not masters.parameters:
+            raise NotSupportedError(
+                f"No parameter of {self.config.model_name} has `requires_grad`, so nothing can be trained. Set `frozen: true` "
+                "for a model that only scores.",
+                key="frozen",
+            )
         masters.load_exact(self.exact_weights)
         optimizer = self.make_optimizer(masters.parameters)
         settings = OptimizerSettings(optimizer, self.config.optimizer, self.config.scheduler)

@@ -10,8 +10,8 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def load(self):
         facts = super().load()
-        form = self._microbatcher.form
-        self._microbatcher.form = lambda *args, **kwargs: replace(form(*args, **kwargs), attention={})
+        form = self.form
+        self.form = lambda *args, **kwargs: replace(form(*args, **kwargs), attention={})
         return facts
 
 

@@ -10,14 +10,14 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def load(self):
         facts = super().load()
-        summed = self._parallel.sum_gradients
+        summed = self.parallel.sum_gradients
 
         def averaged(parameters):
             summed(parameters)
             for parameter in parameters.values():
                 parameter.grad /= self.context.world_size
 
-        self._parallel.sum_gradients = averaged
+        self.parallel.sum_gradients = averaged
         return facts
 
     def train_step(self, microbatches, loss_fn, counts, *, eval_mode):

@@ -8,7 +8,7 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def load_training_state(self, folder):
         super().load_training_state(folder)
-        self._state.masters.copy_from_model()
+        self.state.masters.copy_from_model()
 
 
 class Policy(PolicyOf):

@@ -8,7 +8,7 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 class Worker(HFPolicyWorker):
     def train_step(self, microbatches, loss_fn, counts, *, eval_mode):
         result = super().train_step(microbatches, loss_fn, counts, eval_mode=eval_mode)
-        self._state.masters.copy_from_model()
+        self.state.masters.copy_from_model()
         return result
 
 

@@ -10,7 +10,7 @@ class Worker(HFPolicyWorker):
     _trains = False
 
     def load(self):
-        facts, model = super().load(), self._scoring.model
+        facts, model = super().load(), self.model.model
 
         def dropped(module, arguments, embedded):
             return torch.nn.functional.dropout(embedded, model.config.attention_dropout, training=self._trains)

@@ -20,15 +20,7 @@ from rl_core.plugins.component import Kind
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import scored
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
-from rl_core.testing.reference import (
-    FIRST_BYTE,
-    VOCABULARY,
-    Llama,
-    ReferenceModel,
-    ReferenceTrainer,
-    one_thread,
-    transfer,
-)
+from rl_core.testing.reference import FIRST_BYTE, VOCABULARY, Llama, ReferenceModel, ReferenceTrainer, one_thread, transfer
 from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import Kind as DigestKind
 from rl_core.weights.fingerprint import combine, tensor_digests
