@@ -1,10 +1,12 @@
 """The conformance kit finds every wrong plugin, by the test of the promise that it breaks and no other."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from isolation import require_isolation
+from ray import cloudpickle
 from wrong_plugins.loggers import Lines, written
 from wrong_plugins.registry import (
     ALGORITHMS,
@@ -206,6 +208,7 @@ def test_the_kit_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
 @pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.marker == "kit with ranks"])
 def test_the_kit_with_two_ranks_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
     path = f"wrong_plugins.policies.{name}.Policy"
+    cloudpickle.register_pickle_by_value(import_module(path.rpartition(".")[0]))  # workers cannot import this folder
     assert broken(PolicyConformance, path)[0] == []
     names, text = broken(PolicyConformance, path, uses_ray=True)
     assert names == [POLICIES[name].promise], text
