@@ -45,7 +45,7 @@ def main() -> None:
         loops = {}
         for side, sampler in samplers.items():
             sampler._sharing.is_supported = side == "shared"
-            loops[side] = DecodeLoop(sampler, frozenset())
+            loops[side] = DecodeLoop(sampler, frozenset(), vocab_size=sampler.vocab_size)
             loops[side].add(sampler.rows.read(data, greedy=False))
             loops[side].step(0)
         for number in range(arguments.new_tokens - 2):

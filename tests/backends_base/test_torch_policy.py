@@ -144,7 +144,7 @@ def test_the_most_likely_tokens_are_in_descending_order(folder):
 
 def test_without_logits_there_are_no_most_likely_tokens(folder):
     policy, _ = start(folder, ByTokens)
-    with pytest.raises(NotSupportedError, match="ByTokens does not define `logits`.*top-k log-probabilities"):
+    with pytest.raises(NotSupportedError, match=r"ByTokens does not define `logits`.*top-k log-probabilities"):
         policy.get_topk_logprobs(rows_of(), k=2)
 
 

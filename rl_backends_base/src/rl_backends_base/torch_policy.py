@@ -86,7 +86,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def build(self) -> nn.Module:
         """The model with the weights of `config.model_name`, on any device.
 
-        Called when the worker loads, and again for the reference policy: keep nothing of it, and use `self.model`. float32
+        Called when the worker loads, and again for the reference policy: use `self.model` and do not keep the model. float32
         parameters are rounded to `config.precision` afterwards. Those without `requires_grad` are not trained.
         """
 
