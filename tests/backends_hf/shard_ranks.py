@@ -20,9 +20,10 @@ sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from conftest import make_context
 from rank_processes import fork_ranks
 
+from rl_backends_base import FullyShard
 from rl_backends_base.shards import local
 from rl_backends_hf.model_options import HFConfig
-from rl_backends_hf.parallel import FullyShard, load_sharded
+from rl_backends_hf.parallel import load_sharded
 from rl_backends_hf.scoring.scoring_model import ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 

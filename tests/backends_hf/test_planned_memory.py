@@ -10,11 +10,11 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rl_backends_base import FullyShard
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
-from rl_backends_hf.model import DTYPES, load_model, model_without_weights
-from rl_backends_hf.parallel import FullyShard
+from rl_backends_hf.model import DTYPES, decoder_layers, load_model, model_without_weights
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
 from rl_backends_hf.sampling.kv_cache import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
@@ -168,7 +168,7 @@ def test_weights_that_fsdp2_gathers_are_counted_as_by_torch(model_folder, shards
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
     try:
         context = WorkerContext(rank=0, world_size=shards, local_rank=0, node_rank=0, master_address="", master_port=0)
-        FullyShard(context, compute_dtype=torch.float32).distribute(scoring)
+        FullyShard(context, compute_dtype=torch.float32).distribute(scoring, decoder_layers(scoring.model))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             use_cpu_sdpa(model)

@@ -34,5 +34,5 @@ if __name__ == "__main__":
     for parameter in model.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.06)
-    save(model, folder)
+    save(model.state_dict(), config, folder)
     tokenizer.save_pretrained(folder)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rl_backends_base.optimizer_settings import build_scheduler as build_scheduler
     from rl_backends_base.optimizer_settings import call_named as call_named
     from rl_backends_base.optimizer_step import LossOfMicrobatch as LossOfMicrobatch
+    from rl_backends_base.parallel import FullyShard as FullyShard
     from rl_backends_base.parallel import Parallel as Parallel
     from rl_backends_base.parallel import join_ranks as join_ranks
     from rl_backends_base.policy_worker import PolicyWorkerBase as PolicyWorkerBase

@@ -1,4 +1,4 @@
-"""The ranks that train one model: process group, sums of gradients, gradient norm.
+"""The ranks that train one model: process group, shards (FSDP2), sums of gradients, gradient norm.
 
 The gradient of a global batch is the *sum* over ranks, because each loss is already divided by the global count. Reductions are
 float32.
@@ -13,9 +13,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
-from rl_backends_base.shards import local
+from rl_backends_base.shards import local, reshard
 from rl_core.backend import WorkerContext
+from rl_core.errors import ConfigError
 from rl_core.rendezvous.stores import join_process_group
 
 BUCKET_BYTES = 32 * 2**20
@@ -80,6 +90,85 @@ class Parallel:
         if self.world_size > 1:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag
+
+
+class FullyShard(Parallel):
+    """Weights, gradients and optimizer state are sharded over the ranks (FSDP2): one unit per decoder layer, then the root.
+
+    With fewer shards than ranks (HSDP), consecutive ranks share one copy, and gradients are summed over the copies.
+
+    Args:
+        context: this rank.
+        compute_dtype: dtype to which float32 shards are rounded when gathered.
+        num_shards: number of ranks that share one copy; all by default.
+        prefetched_layers: number of layers whose weights are gathered while another one is computed; 0 leaves it to torch.
+    """
+
+    shards = True
+
+    def __init__(
+        self, context: WorkerContext, *, compute_dtype: torch.dtype, num_shards: int | None = None, prefetched_layers: int = 0
+    ) -> None:
+        super().__init__(context)
+        self._compute_dtype, self._prefetched_layers = compute_dtype, prefetched_layers
+        self.num_shards = num_shards or self.world_size
+        copies = self.world_size // self.num_shards
+        if copies * self.num_shards != self.world_size:
+            raise ConfigError(
+                f"`fsdp_num_shards: {self.num_shards}`: {self.world_size} ranks cannot be divided into groups of that size.",
+                key="fsdp_num_shards",
+            )
+        sizes: tuple[int, ...] = (self.num_shards,) if copies == 1 else (copies, self.num_shards)
+        names = ("copy", "shard")[-len(sizes) :]
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+
+    def distribute(
+        self, model: nn.Module, layers: Sequence[nn.Module], *, trainable: bool = True, forward_methods: Sequence[str] = ()
+    ) -> None:
+        """Shard a model over the ranks.
+
+        Args:
+            model: the full model, identical on all ranks; or without values, on the device `meta`.
+            layers: its decoder layers.
+            trainable: a frozen model is kept in CPU memory and moved to the device when used.
+            forward_methods: methods that compute with the weights, besides `forward`.
+        """
+        offload = OffloadPolicy()
+        if trainable:
+            model.float()
+        else:
+            model.requires_grad_(False)
+            if self.device.type == "cuda":
+                model.cpu()
+                offload = CPUOffloadPolicy()
+        precision = MixedPrecisionPolicy()
+        if trainable:
+            precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+        for module in (*layers, model):
+            unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        _prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], self._prefetched_layers)
+        for method in forward_methods:
+            register_fsdp_forward_method(model, method)
+
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        fill_missing_gradients(parameters)  # torch has summed the others
+
+    def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        squared = norm_of([local(gradient) for gradient in gradients], self.device).square()
+        dist.all_reduce(squared, group=self.mesh.get_group("shard"))
+        return squared.sqrt()
+
+    def after_forward(self, model: nn.Module) -> None:
+        reshard(model)
+
+
+def _prefetch(layers: Sequence[FSDPModule], number: int) -> None:
+    """Let each layer gather the weights of the `number` layers after it, and of those before it in the backward pass."""
+    for index, layer in enumerate(layers if number else ()):
+        layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + number]))
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(index - number, 0) : index])))
 
 
 def fill_missing_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

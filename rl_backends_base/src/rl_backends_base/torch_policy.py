@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rl_backends_base.host_memory import HostedModel, HostMemory
 from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, padded_input, reduce_metrics
@@ -23,7 +24,7 @@ from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch, non_finite_error, training_mode
 from rl_backends_base.parallel import Parallel, join_ranks
 from rl_backends_base.policy_worker import ConfigT, PolicyWorkerBase
-from rl_backends_base.shards import local
+from rl_backends_base.shards import local, whole
 from rl_backends_base.training_state import TrainingState, TrainingStateBase
 from rl_core.backend import (
     BatchedDataDict,
@@ -32,10 +33,10 @@ from rl_core.backend import (
     RefitManifest,
     StepResult,
     WorkerContext,
+    dtype_name,
     dtype_of,
     find_tokenizer,
     first_non_finite,
-    manifest_of,
     weights_of,
 )
 from rl_core.data.batched_data_dict import to_device
@@ -402,11 +403,18 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         return self.state.weight_version if self.state is not None else 0
 
     def weight_manifest(self) -> RefitManifest:
-        return manifest_of(self.checkpoint_weights())
+        weights = self.checkpoint_weights().items()
+        return {name: (tuple(each.shape), dtype_name(self._sent_dtype(each))) for name, each in weights}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         weights = self.checkpoint_weights()
-        return ((name, weights[name].detach()) for name in (weights if names is None else names))
+        for name in weights if names is None else names:
+            tensor = weights[name].detach()
+            yield name, whole(tensor).to(self._sent_dtype(tensor))
+
+    def _sent_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Shards are float32, and rounded when they are gathered."""
+        return self.dtype if isinstance(tensor, DTensor) else tensor.dtype
 
     def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
         kinds: dict[str, Iterable[torch.Tensor]] = {}

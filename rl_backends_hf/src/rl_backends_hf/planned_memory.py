@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_backends_base import padded_input
+from rl_backends_base import FullyShard, padded_input
 from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.matrix_sizes import matrix_sizes
-from rl_backends_hf.model import DTYPES, checkpoint_activations, model_without_weights
+from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.parallel import FullyShard
 from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
@@ -310,7 +309,12 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
         prefetched = config.hf_cfg.fsdp_prefetched_layers
         rank = WorkerContext(rank=0, world_size=how.shards, local_rank=0, node_rank=0, master_address="", master_port=0)
         parallel = FullyShard(rank, compute_dtype=DTYPES[config.dtype_name], prefetched_layers=prefetched)
-        parallel.distribute(scoring, trainable=not config.frozen)
+        parallel.distribute(
+            scoring,
+            decoder_layers(scoring.model),
+            trainable=not config.frozen,
+            forward_methods=scoring.extra_forward_methods,
+        )
     with without_data() as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)

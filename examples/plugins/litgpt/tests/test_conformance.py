@@ -25,16 +25,11 @@ class Small(ReferenceModel):
         return weights
 
     def save_weights(self, folder, weights):
-        save(self._model(weights), folder)
+        save(weights, Config(**CONFIG), folder)
 
     def logits(self, weights, tokens):
         model = GPT(Config(**CONFIG))
         return torch.func.functional_call(model, dict(weights), (tokens[None],))[0, :, :VOCABULARY]
-
-    def _model(self, weights):
-        model = GPT(Config(**CONFIG))
-        model.load_state_dict(weights)
-        return model
 
 
 class TestPolicy(PolicyConformance):

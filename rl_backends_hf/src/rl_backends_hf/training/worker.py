@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import (
+    FullyShard,
     MicrobatchRows,
     Parallel,
     ScoringInput,
@@ -32,7 +33,7 @@ from rl_backends_hf.model import (
     load_model,
     load_model_with_exact_weights,
 )
-from rl_backends_hf.parallel import FullyShard, compile_layers, explaining_compilation, load_sharded
+from rl_backends_hf.parallel import compile_layers, explaining_compilation, load_sharded
 from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring

@@ -33,8 +33,8 @@ def read_weights(folder) -> dict[str, torch.Tensor]:
     return stored.get("model", stored)
 
 
-def save(model: GPT, folder: Path) -> None:
+def save(weights, config: Config, folder: Path) -> None:
     """Write weights and config."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), folder / WEIGHTS)
-    save_config(model.config, folder)
+    torch.save(dict(weights), folder / WEIGHTS)
+    save_config(config, folder)
