@@ -23,9 +23,9 @@ from rank_processes import fork_ranks
 from rl_backends_base import FullyShard
 from rl_backends_base.shards import local
 from rl_backends_hf.model_options import HFConfig
-from rl_backends_hf.parallel import load_sharded
 from rl_backends_hf.scoring.scoring_model import ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.training.worker import load_sharded
 
 WORLD = 8
 VALUES = "values"

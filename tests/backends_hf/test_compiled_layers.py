@@ -7,8 +7,7 @@ import pytest
 import torch
 from rank_processes import RankProgram
 
-from rl_backends_hf.parallel import compile_layers
-from rl_backends_hf.training.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker, compile_layers
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.rendezvous.interfaces import free_port
 
