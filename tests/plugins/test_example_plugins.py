@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,8 @@ def python(site, tmp_path):
 
 def test_it_keeps_its_promises(python):
     output = python("-m", "pytest", "-p", "no:cacheprovider", RECURRENT / "tests", "-k", "not Package")
-    assert "generation backend 'recurrent': 25 of 25 promises kept" in output
-    assert "policy backend 'recurrent': 25 of 25 promises kept" in output
+    assert re.search(r"generation backend 'recurrent': (\d+) of \1 promises kept", output)
+    assert re.search(r"policy backend 'recurrent': .* promises kept; 1 not declared: neither `sequence_packing` nor", output)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(python, tmp_path):
