@@ -33,17 +33,26 @@ def import_on_first_use(
             warnings.warn(f"{package}.{name} has moved to {new_module_of[name]}.", DeprecationWarning, stacklevel=2)
         elif name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = (new_module_of | module_of)[name]
-        try:
-            return getattr(import_module(module, package), name)
-        except ModuleNotFoundError as error:
-            if error.name != module.partition(".")[0]:
-                raise
-            raise ImportError(
-                f"{package}.{name} is now in another distribution: pip install {module.replace('_', '-')}"
-            ) from error
+        if name in new_module_of:
+            return imported_from(new_module_of[name], name)
+        return getattr(import_module(module_of[name], package), name)
 
     return load
+
+
+def imported_from(module: str, name: str) -> Any:
+    """A name of the module that it has moved to.
+
+    Raises:
+        ImportError: the module is in a distribution that is not installed.
+    """
+    top = module.partition(".")[0]
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != top:
+            raise
+        raise ImportError(f"{name} is now in another distribution: pip install {top.replace('_', '-')}") from error
 
 
 @cache

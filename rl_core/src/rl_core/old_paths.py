@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
+
+from rl_core.first_use import imported_from
 
 NEW_PATHS: Final = {
     "rl_backends_vllm.server_extension": "rl_backends_vllm.refit",
@@ -79,7 +80,7 @@ class OldPaths:
         def load(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(f"module {old!r} has no attribute {name!r}")
-            value = getattr(import_module(new), name)
+            value = imported_from(new, name)
             warnings.warn(f"{old}.{name} has moved to {new}.", DeprecationWarning, stacklevel=2)
             return value
 
