@@ -11,12 +11,13 @@ from ray import cloudpickle
 from simulated_gpu import SimulatedGpu
 from torch import nn
 
-from rl_backends_base import OptimizerChain, TorchPolicyWorker
+from rl_backends_base import FullyShard, OptimizerChain, TorchPolicyWorker, join_ranks
+from rl_backends_base.shards import fill
 from rl_core.backend import DistributedPolicy
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import PolicyConfig
 from rl_core.errors import CheckpointError, InvalidComponentError, NonFiniteError, NotSupportedError
-from rl_core.testing import PolicyConformance
+from rl_core.testing import PolicyConformance, reference
 from rl_train.algorithms.losses.policy_gradient import GRPOLossFn
 from rl_train.algorithms.losses.supervised import NLLLossFn
 
@@ -380,6 +381,61 @@ class OnTransformers(TorchPolicyWorker):
 
     def load_weights(self, folder):
         self.model.load_state_dict(type(self.model).from_pretrained(folder).state_dict())
+
+
+class Sharded(OnTransformers):
+    """Each rank has a shard of every weight."""
+
+    def join(self):
+        join_ranks(self.context)
+        return FullyShard(self.context, compute_dtype=self.dtype) if self.context.world_size > 1 else super().join()
+
+    def place(self):
+        if not self.parallel.shards:
+            return super().place()
+        self.parallel.distribute(self.model, self.model.model.layers)
+        self.model.to(self.device).eval()
+
+    def save_weights(self, folder):
+        weights = dict(self.iter_weights())
+        if self.context.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(weights, folder / FILE)
+
+    def load_weights(self, folder):
+        stored = torch.load(folder / FILE)
+        for name, own in self.checkpoint_weights().items():
+            fill(own, stored[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_a_sharded_model_trains_and_sends_what_one_rank_does(tmp_path, cluster, precision, tolerance):
+    """In bfloat16, one rank rounds the gradient of each microbatch, and two ranks their shards."""
+    folder = reference.Llama().save(tmp_path / "model", reference.Llama().make_weights())
+
+    def policy_of(cluster=None):
+        config = config_of(folder, precision=precision)
+        policy = DistributedPolicy(worker_class=Sharded, config=config, cluster=cluster)
+        policy.prepare_for_training()
+        return policy
+
+    def loss_of(policy):
+        return float(policy.train(rows_of(), NLLLossFn(), gbs=8)["loss"])
+
+    alone, two = policy_of(), policy_of(cluster)
+    expected = [loss_of(alone) for _ in range(4)]
+    assert dict(two.prepare_refit_info()) == dict(alone.prepare_refit_info())
+    found = [loss_of(two) for _ in range(2)]
+    two.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    weights = torch.load(tmp_path / "w" / FILE)
+    assert {(tensor.dtype, type(tensor)) for tensor in weights.values()} == {(getattr(torch, precision), torch.Tensor)}
+    two.shutdown()
+    resumed = policy_of()
+    resumed.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    found += [loss_of(resumed) for _ in range(2)]
+    assert found == pytest.approx(expected, rel=tolerance)
+    assert expected[3] < 0.8 * expected[0]
 
 
 class TransformersPolicy(DistributedPolicy):

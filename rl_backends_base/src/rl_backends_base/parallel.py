@@ -114,10 +114,7 @@ class FullyShard(Parallel):
         self.num_shards = num_shards or self.world_size
         copies = self.world_size // self.num_shards
         if copies * self.num_shards != self.world_size:
-            raise ConfigError(
-                f"`fsdp_num_shards: {self.num_shards}`: {self.world_size} ranks cannot be divided into groups of that size.",
-                key="fsdp_num_shards",
-            )
+            raise ConfigError(f"{self.world_size} ranks cannot be divided into groups of {self.num_shards} that share a copy.")
         sizes: tuple[int, ...] = (self.num_shards,) if copies == 1 else (copies, self.num_shards)
         names = ("copy", "shard")[-len(sizes) :]
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)

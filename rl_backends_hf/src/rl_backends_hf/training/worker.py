@@ -61,7 +61,7 @@ from rl_core.backend import (
     find_tokenizer,
     return_freed_memory,
 )
-from rl_core.errors import ConfigError, NotSupportedError, UserError
+from rl_core.errors import ConfigError, NotSupportedError, UserError, with_key
 from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import halved
 
@@ -91,7 +91,8 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         if self.context.world_size == 1 or hf.data_parallel == "replicate":
             return Parallel(self.context)
         shards, prefetched = hf.fsdp_num_shards, hf.fsdp_prefetched_layers
-        return FullyShard(self.context, compute_dtype=self.dtype, num_shards=shards, prefetched_layers=prefetched)
+        with with_key("fsdp_num_shards"):
+            return FullyShard(self.context, compute_dtype=self.dtype, num_shards=shards, prefetched_layers=prefetched)
 
     def build(self) -> ScoringModel:
         hf, head = self.config.hf_cfg, self.config.head
