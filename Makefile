@@ -68,7 +68,7 @@ test-transformers: .venv-transformers
 litgpt: .venv-litgpt
 	cd examples/plugins/litgpt && $(CURDIR)/.venv-litgpt/bin/python -m pytest -p no:cacheprovider tests
 
-.venv-litgpt: $(VENV)/.installed-dev examples/plugins/litgpt/pyproject.toml
+.venv-litgpt: $(DESCRIPTIONS) examples/plugins/litgpt/pyproject.toml
 	rm -rf $@
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip --disable-pip-version-check --quiet install $(LIMITS) $(TORCH) hatchling editables pytest

@@ -47,7 +47,7 @@ a test file. Kinds with the path `rl_train.testing` below need rl-train.
   `test_rows_are_independent = xfail(reason="...")`, with `from rl_core.testing import xfail`.
 - Policies and engines are compared with a small Llama in the format of Transformers. A backend of another model sets `model` on
   its classes, a `rl_core.testing.ReferenceModel`: it makes weights, writes them for the backend, and computes the logits of a
-  row. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one of 25 lines.
+  row. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one.
 - `pytest --ray` runs workers on two ranks over Ray instead of in this process.
 """
 
