@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rl_backends_base import TokenwiseWorker
+from rl_backends_base.config import TokenwiseConfig
 from rl_core.backend import BatchedDataDict, DistributedGeneration, GenerationRequest
-from rl_core.config.schema import GenerationConfig
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.errors import DataError, NonFiniteError, WorkerError
 from rl_core.testing import GenerationConformance, reference
 from rl_core.testing.reference import ReferenceSender
@@ -215,6 +216,17 @@ def test_an_engine_reports_what_the_base_supports(engine):
     assert all(facts[name] for name in ("reads_text", "reads_sampling", "streams_tokens"))
     assert "top_logprobs" in facts["row_options"]
     assert facts["num_parameters"] == sum(tensor.numel() for tensor in make_weights().values())
+
+
+def test_the_section_lowers_the_limit_and_names_the_tokenizer_of_stop_strings(folder, tmp_path):
+    reference.byte_tokenizer().save_pretrained(tmp_path)
+    policy = PolicyConfig(backend="x", model_name=str(folder), max_total_sequence_length=7, tokenizer={"name": str(tmp_path)})
+    section = TokenwiseConfig(backend="x", max_new_tokens=LIMIT).for_policy(policy)
+    engine = Recurrent(config=section)
+    assert engine.facts["max_model_len"] == 7
+    assert int(engine.generate(ROWS)["unpadded_sequence_lengths"].max()) == 7
+    assert engine.group.worker.find_tokenizer().name_or_path == str(tmp_path)
+    engine.shutdown()
 
 
 def test_log_probabilities_are_those_of_the_whole_recurrence(engine):

@@ -14,6 +14,7 @@ import sizes
 
 TOO_LONG = "with it, or with all of these, its reader would have more than 500 lines"
 SMALL = {
+    "rl_backends_base.config": "a section imports no torch; sections of plugins derive from it",
     "rl_backends_vllm.executors": "derives from classes of vLLM, which its reader imports late",
     "rl_core.testing.pytest_plugin": "pytest loads it by name",
     "rl_envs.code.harness": "the programs that run in a sandbox, as source",

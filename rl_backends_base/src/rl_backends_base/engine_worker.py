@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from rl_backends_base.config import TokenwiseConfig
 from rl_backends_base.row_sampler import Results, RowSampler, TokenModel
 from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters
 from rl_core.backend import (
@@ -40,9 +41,10 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
     - `prefill`: logits of the token after each row.
     - `decode`, if the engine keeps a state of each row (`Row.state`), or one cache for all rows, which `keep` updates.
 
-    It may also override `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names
-    of the checkpoint are not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`,
-    `top_k`, `top_logprobs`, `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
+    Its section derives from `TokenwiseConfig`, unless it has keys of its own for tokenizer and limit. It may also override
+    `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names of the checkpoint are
+    not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `top_logprobs`,
+    `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
 
     Args:
         context: rank, master address and device.
@@ -62,11 +64,15 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
 
     @abstractmethod
     def facts(self) -> Mapping[str, Any]:
-        """`vocab_size` and `max_model_len` of the model, and further `GenerationFacts`; called after `build`."""
+        """`vocab_size` and `max_model_len` of the model, and further `GenerationFacts`; called after `build`.
+
+        `max_model_len` of a `TokenwiseConfig` lowers that of the model.
+        """
 
     def find_tokenizer(self) -> Any:
         """The model's Transformers tokenizer, which stop strings require; None if there is none."""
-        return find_tokenizer(str(self.config.model_name), TokenizerConfig())
+        own = self.config.tokenizer if isinstance(self.config, TokenwiseConfig) else None
+        return find_tokenizer(str(self.config.model_name), own or TokenizerConfig())
 
     def sampling_parameters(self) -> SamplingParameters:
         """The distribution that tokens are drawn from; by default, `temperature`, `top_k` and `top_p` of the section."""
@@ -99,12 +105,14 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
                 f"{type(self).__name__}.build must return a torch module, not {type(self.model).__name__}."
             )
         self.model.eval().requires_grad_(False)
-        facts, tokenizer = self.facts(), self.find_tokenizer()
+        facts, tokenizer = dict(self.facts()), self.find_tokenizer()
         for name in ("vocab_size", "max_model_len"):
             if not isinstance(facts.get(name), int):
                 raise InvalidComponentError(
                     f"{type(self).__name__}.facts must have an int as `{name}`, not {facts.get(name)!r}."
                 )
+        if isinstance(self.config, TokenwiseConfig) and self.config.max_model_len is not None:
+            facts["max_model_len"] = min(facts["max_model_len"], self.config.max_model_len)
         sources = (getattr(self.model, "generation_config", None), getattr(self.model, "config", None), tokenizer)
         self._sampler = RowSampler(
             self,

@@ -12,12 +12,13 @@ class LitGPTEngineWorker(TokenwiseWorker):
 
     def build(self):
         self._slots, self._cache = 0, []
-        return litgpt_model.load(self.config.model_name)
+        model = litgpt_model.load(self.config.model_name)
+        longest = model.config.block_size
+        model.max_seq_length = min(self.config.max_model_len or longest, longest)  # length of the cache
+        return model
 
     def facts(self):
-        config, limit = self.model.config, self.config.max_model_len
-        longest = self.model.max_seq_length = min(limit or config.block_size, config.block_size)
-        return {"vocab_size": config.vocab_size, "max_model_len": longest}
+        return {"vocab_size": self.model.config.vocab_size, "max_model_len": self.model.max_seq_length}
 
     def prefill(self, rows):
         ids = pad_sequence([self._tensor(row.sequence) for row in rows], batch_first=True)

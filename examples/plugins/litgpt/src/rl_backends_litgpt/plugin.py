@@ -13,7 +13,7 @@ def rlcore_policies():
             target="rl_backends_litgpt.facades:LitGPTPolicy",
             config="rl_backends_litgpt.config:LitGPTPolicyConfig",
             summary="Trains a LitGPT model",
-            capabilities=("in_process", "multiple_ranks", "topk_logprobs", *TRANSPORTS),
+            capabilities=("in_process", "multiple_ranks", "dynamic_batching", "topk_logprobs", *TRANSPORTS),
         )
     ]
 

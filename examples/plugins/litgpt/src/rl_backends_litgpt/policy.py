@@ -1,7 +1,6 @@
 """The policy: LitGPT's model and its files. On several ranks, each has a shard of every weight (FSDP2)."""
 
-from rl_backends_base import FullyShard, TorchPolicyWorker
-from rl_backends_base.parallel import join_ranks
+from rl_backends_base import FullyShard, TorchPolicyWorker, join_ranks
 from rl_backends_base.shards import fill
 from rl_backends_litgpt import model as litgpt_model
 from rl_core.errors import CheckpointError
@@ -21,7 +20,7 @@ class LitGPTPolicyWorker(TorchPolicyWorker):
         if not self.parallel.shards:
             return super().place()
         self.parallel.distribute(self.model, self.model.transformer.h, trainable=not self.config.frozen)
-        self.model.to(self.device)
+        self.model.to(self.device).eval()
 
     def logits(self, batch):
         return self.model(batch["input_ids"])[..., : self.model.config.vocab_size]  # the rest pads the matrix

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_backends_base.config import TokenwiseConfig
+from rl_core.config.schema import PolicyConfig
 
 
 class RecurrentPolicyConfig(PolicyConfig):
@@ -12,5 +13,5 @@ class RecurrentPolicyConfig(PolicyConfig):
     """Unsupported: activations are never recomputed."""
 
 
-class RecurrentGenerationConfig(GenerationConfig):
+class RecurrentGenerationConfig(TokenwiseConfig):
     """The section `policy.generation` with `backend: recurrent`."""

@@ -13,7 +13,7 @@ def rlcore_policies():
             target="rl_backends_recurrent.facades:RecurrentPolicy",
             config="rl_backends_recurrent.config:RecurrentPolicyConfig",
             summary="Trains a recurrent language model (GRU)",
-            capabilities=("in_process", "multiple_ranks", "topk_logprobs", *TRANSPORTS),
+            capabilities=("in_process", "multiple_ranks", "dynamic_batching", "topk_logprobs", *TRANSPORTS),
         )
     ]
 
