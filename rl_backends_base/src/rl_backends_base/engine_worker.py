@@ -41,7 +41,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
     - `prefill`: logits of the token after each row.
     - `decode`, if the engine keeps a state of each row (`Row.state`), or one cache for all rows, which `keep` updates.
 
-    Its section derives from `TokenwiseConfig`, unless it has keys of its own for tokenizer and limit. It may also override
+    Its section derives from `TokenwiseConfig`, unless tokenizer and limit have other keys there. It may also override
     `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names of the checkpoint are
     not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `top_logprobs`,
     `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
