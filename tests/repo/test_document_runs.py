@@ -24,9 +24,11 @@ pytestmark = pytest.mark.full("in CI, commands of the documents are parsed, conf
 NOT_RUN = {
     "docs/clusters.md": "needs several machines; tests/cli/test_cluster_doctor.py simulates nodes",
     "docs/convert.md: convert runs/sums sums-model --push": "needs a hub; tests/cli/test_publishing.py has a server",
+    "docs/dependencies_that_conflict.md": "needs the plugin and a second environment; tests/core/cluster/test_isolated_python.py has one",
     "docs/environments.md: check env acme_game.Game": "needs another interpreter; see tests/e2e/test_environment_python.py",
     "docs/serving.md: serve --config proxy.yaml": "needs a server of vLLM; tests/serve/test_proxy.py has one",
     "docs/serving.md: serve ++server.host": "needs a server of vLLM; tests/serve/test_proxy.py has one",
+    "docs/your_data.md: train capitals/config.yaml policy.model_name=": "needs a run of SFT; tests/e2e/test_distillation.py loads weights of a run",
     **dict.fromkeys(
         [
             "docs/write_a_generation_backend.md: train",
@@ -162,7 +164,8 @@ def prepared(tmp_path_factory):
     sums = [{"question": f"{a}+{a + 7}=", "expected_answer": str(2 * a + 7)} for a in range(10, 60)]
     cities = [dict(zip(("question", "answer"), row.split(), strict=True)) for row in CAPITALS * 6]
     nemo_rl = [{"input": row["question"], "output": row["expected_answer"]} for row in sums]
-    for name, rows in {"train": sums, "rows": sums[:8], "questions": nemo_rl, "capitals": cities}.items():
+    pairs = [{"query": row["question"], "better": row["expected_answer"], "worse": "0"} for row in sums]
+    for name, rows in {"train": sums, "rows": sums[:8], "questions": nemo_rl, "capitals": cities, "pairs": pairs}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "table.csv").write_text("Frage,Antwort\n" + "".join(f"{a}+1=,{a + 1}\n" for a in range(10, 60)))
     (folder / "answers.txt").write_text("46\n")
