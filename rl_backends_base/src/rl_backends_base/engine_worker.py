@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from rl_backends_base.adapters import add_adapters
 from rl_backends_base.config import TokenwiseConfig
 from rl_backends_base.row_sampler import Results, RowSampler, TokenModel
 from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters
@@ -44,7 +45,8 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
     Its section derives from `TokenwiseConfig`, unless tokenizer and limit have other keys there. It may also override
     `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names of the checkpoint are
     not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `top_logprobs`,
-    `async_rows`, `refit_in_flight`, `held_weight_digests`, and each transport.
+    `async_rows`, `refit_in_flight`, `held_weight_digests`, each transport, and, if the linear layers of the model are
+    `nn.Linear` with the names of the checkpoint, `lora_adapters`.
 
     Args:
         context: rank, master address and device.
@@ -90,6 +92,9 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
         return weights_of(self.model)
+
+    def expect_adapters(self, ranks: Mapping[str, int]) -> None:
+        add_adapters(self.model, ranks)
 
     def setup(self) -> GenerationFacts:
         if self.config.model_name is None:

@@ -35,6 +35,15 @@ class HFPolicyConfig(PolicyConfig):
         return HFGenerationConfig(**{key: getattr(self.generation, key) for key in shared})
 
     @property
+    def lora_rank(self) -> int | None:
+        return None if self.hf_cfg.lora is None else self.hf_cfg.lora.rank
+
+    @property
+    def adapter_problem(self) -> str | None:
+        uses_dora = self.hf_cfg.lora is not None and self.hf_cfg.lora.use_dora
+        return "policy.hf_cfg.lora.use_dora also scales each row of the merged weight" if uses_dora else None
+
+    @property
     def missing_reference(self) -> str | None:
         return None if self.hf_cfg.reference else "policy.hf_cfg.reference is false"
 

@@ -46,6 +46,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.TOP_LOGPROBS,
                 Capability.ASYNC_ROWS,
                 Capability.REFIT_IN_FLIGHT,
+                Capability.LORA_ADAPTERS,
                 Capability.HELD_WEIGHT_DIGESTS,
                 Capability.BY_REFERENCE,
                 Capability.SHARED_MEMORY,

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
-from rl_core.backend import Head, RefitManifest, dtype_name, weights_of
+from rl_core.backend import LORA_A, LORA_B, LORA_SCALE, Head, RefitManifest, dtype_name, manifest_of, weights_of
 from rl_core.data.hub import model_source
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
@@ -49,13 +49,23 @@ class LoraAdapters:
         config: `policy.hf_cfg.lora`.
         base: `policy.model_name`, recorded in the adapter's files as its base model.
         head: the model's head type; a scalar head is trained too.
+        exports_merged: whether `manifest` and `iter_weights` have the sum of weight and adapter, or both separately.
 
     Raises:
         UserError: peft is not installed, or the config names modules that do not exist or cannot be adapted.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str, head: Head = "tokens") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LoRAConfig,
+        *,
+        base: str,
+        head: Head = "tokens",
+        exports_merged: bool = True,
+    ) -> None:
         peft = _peft()
+        self._exports_merged = exports_merged
         self._head = scalar_head(model) if head == "scalar" else None
         targets = lora_targets(model, config, head=self._head or model.get_output_embeddings())
         by_name = isinstance(config.target_modules, list)
@@ -98,23 +108,37 @@ class LoraAdapters:
             yield
 
     def manifest(self) -> RefitManifest:
-        """Name to (shape, dtype) of the base model's weights under its own names; adapter weights are not included."""
+        """Name to (shape, dtype) of the base model's weights under its own names, followed by those of unmerged adapters."""
         live = weights_of(self._model)
-        return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
+        own = {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
+        return {**own, **manifest_of(self._unmerged())}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of each weight as if the adapters were merged.
+        """Name and tensor of each weight as if the adapters were merged, or of each weight and each adapter.
 
-        An adapted weight is a new tensor each time, so keeping one does not keep the base alive; other tensors are the frozen
+        A merged weight is a new tensor each time, so keeping one does not keep the base alive; other tensors are the frozen
         base's.
 
         Args:
             names: these, in this order; all by default.
         """
-        live = weights_of(self._model)
-        for name in self._current_names if names is None else names:
+        live, unmerged = weights_of(self._model), self._unmerged()
+        for name in (*self._current_names, *unmerged) if names is None else names:
+            if name in unmerged:
+                yield name, unmerged[name]
+                continue
             weight, layer = live[self._current_names[name]].detach(), self._layers.get(name)
-            yield name, weight if layer is None else self._merged(layer, weight)
+            yield name, self._merged(layer, weight) if layer is not None and self._exports_merged else weight
+
+    def _unmerged(self) -> dict[str, torch.Tensor]:
+        """The tensors of unmerged adapters, with the names of `rl_core.weights.adapters`; none if they are merged."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, layer in self._layers.items() if not self._exports_merged else ():
+            module = name.removesuffix(".weight")
+            tensors[module + LORA_A] = layer.lora_A[_NAME].weight.detach()
+            tensors[module + LORA_B] = layer.lora_B[_NAME].weight.detach()
+            tensors[module + LORA_SCALE] = torch.tensor(float(layer.scaling[_NAME]), device=layer.lora_A[_NAME].weight.device)
+        return tensors
 
     def merge_and_unload(self) -> None:
         """Merge the adapters into the base and remove them, leaving a plain model. This object must not be used afterwards."""

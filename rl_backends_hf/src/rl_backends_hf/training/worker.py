@@ -108,7 +108,9 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         self._quantized = is_quantized(model)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
-            self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head)
+            engine = self.config.generation
+            merged = engine is None or engine.lora != "adapter"
+            self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head, exports_merged=merged)
             scoring.autocast = self.dtype if hf.lora.autocast else None
         self._exported: ExportedWeights = self._adapters or WholeModel(
             model, dtype=self.dtype, head=head, name=self.config.model_name

@@ -171,6 +171,11 @@ class GenerationConfig(ComponentSection):
     """Maximum allowed mean difference of those log-probabilities, in nats per token. Defaults to 0.001 if both sides compute in
     float32; otherwise to 0.1 at the first sync, and then to 1.5 times the error of the first sync."""
 
+    lora: Literal["adapter", "merged"] | None = None
+    """What a refit sends of a policy that trains low-rank adapters. `adapter` sends the adapters, and the engine computes
+    W x + s B A x as the policy does; `merged` sends W + s B A, rounded to the engine's data type, so updates smaller than its
+    precision are lost. By default `adapter`, or `merged` if the engine or the kind of adapter does not support that."""
+
     @model_validator(mode="before")
     @classmethod
     def _accept_keys_that_agree(cls, given: Any) -> Any:
@@ -228,6 +233,10 @@ class GenerationConfig(ComponentSection):
         """Whether the engine frees memory of its GPUs before a model needs it; read after `for_devices`."""
         return True
 
+    def adapter_problem(self, policy: PolicyConfig) -> str | None:
+        """Why this engine, which can compute with adapters, cannot do so for those of a policy; None if it can."""
+        return None
+
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values taken from the policy. Backends extend it with their own keys."""
         return self.model_copy(update={"model_name": self.model_name or policy.model_name})
@@ -278,6 +287,16 @@ class PolicyConfig(ComponentSection):
     """Generation backend. Required by algorithms that sample."""
     python: Annotated[str | None, NAME_OR_PATH] = None
     """Python interpreter that runs the workers; that of the driver by default."""
+
+    @property
+    def lora_rank(self) -> int | None:
+        """Rank of the low-rank adapters that this policy trains; None if it trains other weights."""
+        return None
+
+    @property
+    def adapter_problem(self) -> str | None:
+        """Why these adapters can only be merged for a refit, with the key; None if they can be sent."""
+        return None
 
     @property
     def scoring_temperature(self) -> float:

@@ -283,7 +283,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """Start a refit: split the manifest into buckets of names, each within the byte budget.
 
-        With `receiver_dtypes`, name to the receiver's dtype, wider weights are rounded to it before they are sent.
+        With `receiver_dtypes`, name to the receiver's dtype, only these weights are sent, and wider ones are rounded to it first.
         """
 
     @abstractmethod
@@ -310,7 +310,8 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Digest of the policy's current weights, for comparison with the generation backend's.
 
         Args:
-            dtypes: name to the dtype that the receiver stores, such as "bfloat16"; tensors are cast to it first.
+            dtypes: name of each tensor to digest to the dtype that the receiver stores, such as "bfloat16"; tensors are cast to
+                it first. All tensors by default.
             kind: digest algorithm of the receiver (`rl_core.weights.fingerprint`).
         """
         raise NotSupportedError(f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be verified.")

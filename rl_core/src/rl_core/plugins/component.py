@@ -393,6 +393,10 @@ class Capability(StrEnum):
     """Engines: refits are verified by the fingerprint alone. Otherwise, each also runs the canary.
 
     Needs: the fingerprint covers the tensors that the engine computes with, such as those of `WeightSink.named_weights`."""
+    LORA_ADAPTERS = "lora_adapters"
+    """Engines: compute with the adapters of a policy as it does, without merging them (`policy.generation.lora`).
+
+    Needs: `expect_adapters`, which `TokenwiseWorker` has, and adapters among the expected weights and their digests."""
     TOP_LOGPROBS = "top_logprobs"
     """Engines: report alternatives at each position, for servers.
 

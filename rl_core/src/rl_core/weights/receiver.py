@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import TransportDeclinedError, WeightSyncError
+from rl_core.errors import NotSupportedError, TransportDeclinedError, WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.private_names import PrivateNames
+from rl_core.weights.adapters import adapter_ranks, adapters_in
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import combine, natural_kind, tensor_digests
@@ -36,6 +37,8 @@ class WeightReceiver(PrivateNames, ABC):
     _is_mixed: bool = False
     """Whether tensors of a refit have arrived, and no refit has completed since."""
     _weight_version: int = NO_VERSION
+    _holds_frozen: bool = False
+    """Whether weights that are frozen next to adapters have arrived, so that a refit may leave them out."""
     _weight_collective: WeightCollective | None = None
     _segments: MappedSegments | None = None
 
@@ -49,7 +52,22 @@ class WeightReceiver(PrivateNames, ABC):
 
     @abstractmethod
     def digests_of_weights(self) -> dict[str, str]:
-        """Name to digest of each weight, for `weight_digests`."""
+        """Name to digest of each weight that the last refit sent, for `weight_digests`."""
+
+    def expect_adapters(self, ranks: Mapping[str, int]) -> None:
+        """Prepare layers for adapters; `expected_weights` then includes their tensors (`rl_core.weights.adapters`).
+
+        Args:
+            ranks: name of each adapted layer, that of its weight in the checkpoint without `.weight`, to the adapter's rank.
+
+        Raises:
+            WeightSyncError: there is no such layer.
+            NotSupportedError: the engine cannot compute with adapters.
+        """
+        raise NotSupportedError(
+            f"{type(self).__name__} cannot compute with adapters: set policy.generation.lora to merged.",
+            key="policy.generation.lora",
+        )
 
     def refit_begins(self) -> None:
         """Called before the first bucket of a refit is loaded."""
@@ -81,17 +99,25 @@ class WeightReceiver(PrivateNames, ABC):
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         """Begin a refit: store the manifest and compare it with the engine's own weights.
 
+        A manifest of adapters alone leaves out the frozen weights, which must have arrived before.
+
         Returns:
             Name to the dtype of each digest.
 
         Raises:
-            WeightSyncError: names or shapes differ; lists all of them.
+            WeightSyncError: names or shapes differ (lists all of them), or frozen weights have not arrived.
         """
-        expected = self.expected_weights()
+        if adapters_in(info):
+            self.expect_adapters(adapter_ranks(info))
+        expected, ledger = self.expected_weights(), RefitProgress(dict(info))
+        if ledger.leaves_out_frozen:
+            if not self._holds_frozen:
+                raise WeightSyncError("Only adapters are sent, but the frozen weights next to them have not arrived before.")
+            expected = adapters_in(expected)
         refuse_differences(info, expected)
-        receiver_dtypes = {name: dtype for name, (_, dtype) in expected.items()}
-        self._ledger = RefitProgress(dict(info), receiver_dtypes)
-        return receiver_dtypes
+        ledger.receiver_dtypes = {name: dtype for name, (_, dtype) in expected.items()}
+        self._ledger = ledger
+        return dict(ledger.receiver_dtypes)
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
         """Load one bucket; the sender's memory is not kept, except by reference.
@@ -175,6 +201,7 @@ class WeightReceiver(PrivateNames, ABC):
             raise WeightSyncError("Weights arrived before their manifest: call prepare_refit_info first.")
         begins = self._ledger.admit(refit, version, manifest_of(tensors))
         self._weight_version, self._is_mixed = NO_VERSION, True
+        self._holds_frozen &= self._ledger.leaves_out_frozen
         if begins:
             self.refit_begins()
         if by_reference:
@@ -184,6 +211,7 @@ class WeightReceiver(PrivateNames, ABC):
         self._ledger.note(tensors)
         if self._ledger.complete_version is not None:
             self.weights_changed()
+            self._holds_frozen = True
             self._weight_version, self._is_mixed = self._ledger.complete_version, False
 
     def _device(self) -> torch.device:
@@ -202,6 +230,7 @@ class RefitProgress:
         """
         self.manifest = manifest
         self.receiver_dtypes = receiver_dtypes or {}
+        self.leaves_out_frozen = bool(manifest) and len(adapters_in(manifest)) == len(manifest)
         self._refit: str | None = None
         self._version = -1
         self._arrived: set[str] = set()
@@ -310,7 +339,9 @@ class WeightSink(WeightReceiver):
         return manifest_of(self.named_weights())
 
     def digests_of_weights(self) -> dict[str, str]:
-        return tensor_digests(self.named_weights().items(), kind=natural_kind(self._device()))
+        live = self.named_weights()
+        names = live if self._ledger is None else self._ledger.manifest
+        return tensor_digests(((name, live[name]) for name in names), kind=natural_kind(self._device()))
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors into those of `named_weights`, casting; an engine with its own loader overrides this."""

@@ -117,13 +117,14 @@ class WeightSource(PrivateNames, ABC):
 
         Args:
             budget_bytes: maximum size of a bucket.
-            receiver_dtypes: name to the receiver's dtype: wider weights are rounded to it before they are sent.
+            receiver_dtypes: name of each weight to send to the receiver's dtype: wider weights are rounded to it before they
+                are sent. All weights, in their own dtype, by default.
 
         Returns:
             Names in buckets of at most `budget_bytes`; a larger tensor is a separate bucket.
         """
         self.finish_refit()
-        manifest = self.weight_manifest()
+        manifest = _only(self.weight_manifest(), receiver_dtypes)
         budget = min(budget_bytes, MOST_BYTES_ON_CPU) if self.context.device == "cpu" else budget_bytes
         sent = manifest_to_send(manifest, receiver_dtypes or {})
         buckets = split_into_buckets(sent, budget_bytes=budget)
@@ -202,14 +203,15 @@ class WeightSource(PrivateNames, ABC):
         """Name to digest of each tensor as the receiver would store it; empty on ranks other than 0.
 
         Args:
-            dtypes: name to the receiver's dtype; tensors not listed keep their own.
+            dtypes: name of each tensor to digest to the receiver's dtype; all, in their own dtype, by default.
             kind: the receiver's; XXH3 by default.
         """
+        tensors = self.iter_weights(list(_only(self.weight_manifest(), dtypes)) if dtypes else None)
         if self.context.rank != 0:
-            _exhaust(self.iter_weights())
+            _exhaust(tensors)
             return {}
         wanted = {name: dtype_of(dtype) for name, dtype in (dtypes or {}).items()}
-        return tensor_digests(self.iter_weights(), kind=kind or "xxh3", dtypes=wanted)
+        return tensor_digests(tensors, kind=kind or "xxh3", dtypes=wanted)
 
     def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> str:
         """The combined digest of `weight_digests`; an empty string on ranks other than 0."""
@@ -252,6 +254,11 @@ class WeightSource(PrivateNames, ABC):
                 "the tensors would be older than the rest. Do not train until finish_refit."
             )
         return self._refit
+
+
+def _only(manifest: RefitManifest, names: Mapping[str, str] | None) -> RefitManifest:
+    """The manifest of these names; the whole one if there are none."""
+    return {name: form for name, form in manifest.items() if name in names} if names else manifest
 
 
 def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 
@@ -14,8 +15,11 @@ from rl_core.config.schema import ClusterConfig
 from rl_core.config.section import Devices
 from rl_core.dispatch.worker_facade import local_device
 from rl_core.errors import ConfigError, with_key
+from rl_core.plugins.component import Kind
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.contracts import capabilities_of
 from rl_train.config.rules.models import models_of
-from rl_train.config.rules.rollouts import default_transports
+from rl_train.config.rules.rollouts import default_transports, why_merged
 from rl_train.config.schema import RunConfig
 
 _log = logging.getLogger("rlcore")
@@ -66,6 +70,18 @@ def resolve_precision(run: RunConfig, cluster: RayVirtualCluster | None) -> RunC
     precision = next(iter(unset.values())).for_devices(Devices(use_gpus=use_gpus, have_bfloat16=has_bfloat16)).precision
     _log.info("precision of %s: %s, chosen for the devices", ", ".join(unset), precision)
     return run.model_copy(update={name: model.model_copy(update={"precision": precision}) for name, model in unset.items()})
+
+
+def resolve_adapters(run: RunConfig, registry: Registry) -> RunConfig:
+    """The run with `policy.generation.lora`, if it does not set it and the policy trains adapters."""
+    policy, engine = run.policy, run.policy.generation
+    if engine is None or engine.lora is not None or policy.lora_rank is None:
+        return run
+    reason = why_merged(policy, engine, capabilities_of(registry.find(Kind.GENERATION, engine.backend)))
+    target: Literal["adapter", "merged"] = "adapter" if reason is None else "merged"
+    _log.info("policy.generation.lora: %s%s", target, f", because {reason}" if reason is not None else "")
+    resolved = engine.model_copy(update={"lora": target})
+    return run.model_copy(update={"policy": policy.model_copy(update={"generation": resolved})})
 
 
 def _all_have_bfloat16(run: RunConfig, cluster: RayVirtualCluster | None) -> bool:

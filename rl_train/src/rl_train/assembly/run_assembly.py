@@ -28,7 +28,7 @@ from rl_train.algorithms.policy_configs import GRPOConfig
 from rl_train.assembly.checks import warn_about_engine_limit
 from rl_train.assembly.contracts import capabilities_of
 from rl_train.assembly.parts import make_collector, watch_training
-from rl_train.assembly.placement import make_cluster, resolve_precision
+from rl_train.assembly.placement import make_cluster, resolve_adapters, resolve_precision
 from rl_train.assembly.preparation import DataLoaders, Preparation, inputs_of
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
@@ -101,6 +101,7 @@ def build_run(
         cluster = make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
     config = resolve_precision(config, cluster)
     compared = replace(compared, values=with_precisions(loaded, precisions_of(config)).redacted)
+    config = resolve_adapters(config, registry)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster, trains=True)
     samples = config.algorithm.runtime_needs.samples and (replay is None or bool(prepared.loaders.validation_prompts))
     # Without `cluster.use_gpus`, only the started cluster knows.

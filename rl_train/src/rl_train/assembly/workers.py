@@ -24,7 +24,7 @@ from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import constructor_config, first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
-from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision
+from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_adapters, resolve_precision
 from rl_train.config.schedules import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
@@ -85,7 +85,7 @@ class Builder:
         assert run.policy.generation is not None
         cluster = make_cluster(run.cluster, exits)
         return cls(
-            run=resolve_precision(run, cluster),
+            run=resolve_adapters(resolve_precision(run, cluster), registry),
             registry=registry,
             exits=exits,
             cluster=cluster,

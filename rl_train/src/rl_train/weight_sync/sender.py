@@ -18,8 +18,9 @@ from typing import Any, SupportsIndex, get_args
 
 from rl_core.errors import BrokenPromiseError, NotSupportedError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.policy import ColocatablePolicyInterface, TransportContext, WeightTransport
+from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest, TransportContext, WeightTransport
 from rl_core.testing.outputs.models import class_label
+from rl_core.weights.adapters import adapters_in
 from rl_core.weights.fingerprint import Kind, describe_differences
 from rl_train.weight_sync.transports import free_loopback_port
 
@@ -50,6 +51,7 @@ class WeightSender:
         transport: sends the weights.
         covers_engine: whether every refit compares fingerprints of the tensors that the engine computes with.
         sent: the fingerprints of the weights that the policy has sent.
+        sends_adapters: whether the policy sends adapters, next to frozen weights that are sent and verified once.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class WeightSender:
         self._prove = prove
         self.covers_engine = prove and digests_are_held
         self.sent = SentWeights()
+        self.sends_adapters = False
+        self._frozen_sent_at: int | None = None
+        """Restarts of the engine when all its replicas had the frozen weights."""
         self._kind: Kind | None = None
         self._dtypes: Mapping[str, str] = {}
         self._beside: ThreadPoolExecutor | None = None
@@ -113,9 +118,9 @@ class WeightSender:
             BrokenPromiseError: `push` does not return a number of bytes, or the policy sends the same weights after training.
         """
         with timed(seconds, "prepare_s"):
-            manifest = self._policy.prepare_refit_info() or {}
+            manifest = self._to_send(engine, is_first=is_first)
             seconds["paused_s"], dtypes = -time.perf_counter(), engine.prepare_refit_info(manifest)
-            self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
+            self._dtypes = {name: dtype for name, (_, dtype) in manifest.items()} | dict(dtypes or {})
         self._digested = None
         with timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
             moved: object = self.transport.push(self._policy, engine)
@@ -129,7 +134,17 @@ class WeightSender:
             # Memory that is shared was compared once; the engine checks in each refit that it is still the policy's.
             if self._prove and (is_first or not self.transport.shares_memory):
                 self._check_fingerprints(engine)
+        self._frozen_sent_at = engine.restarts
         return int(moved)
+
+    def _to_send(self, engine: GenerationInterface, *, is_first: bool) -> RefitManifest:
+        """The manifest of a refit: adapters alone if every replica has the frozen weights."""
+        manifest: RefitManifest = self._policy.prepare_refit_info() or {}
+        adapters = adapters_in(manifest)
+        self.sends_adapters = bool(adapters)
+        frozen_are_held = not is_first and self._frozen_sent_at == engine.restarts
+        # An engine that discards its weights when it sleeps has no version.
+        return adapters if adapters and frozen_are_held and engine.weight_version >= 0 else manifest
 
     def already_equal(self, engine: GenerationInterface, seconds: dict[str, float]) -> bool:
         """Whether an engine of the policy's version has its weights; without `prove`, the version decides."""

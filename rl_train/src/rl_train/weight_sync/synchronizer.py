@@ -55,6 +55,7 @@ class WeightSynchronizer(WeightOwner):
         self._turn = threading.RLock()
         """Held during a refit."""
         self._is_refitting = False
+        self._first_version: int | None = None
         self.synced_version: int | None = None
         """Weight version of the last verified refit of all replicas."""
         self.before_refit: Callable[[], None] | None = None
@@ -227,9 +228,15 @@ class WeightSynchronizer(WeightOwner):
         seconds["paused_s"] += time.perf_counter()
 
     def _run_canary(self, engine: GenerationInterface) -> dict[str, float]:
-        """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before."""
-        restarts = self._generation.restarts
-        if self.canary is None or (self.sender.covers_engine and not self.canary.is_due(restarts)):
+        """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before.
+
+        A wrong scale of adapters is only seen once B has grown from 0, so it also runs after 1, 2, 4, 8, ... steps.
+        """
+        restarts, version = self._generation.restarts, self._policy.weight_version
+        self._first_version = version if self._first_version is None else self._first_version
+        steps = version - self._first_version
+        has_grown = self.sender.sends_adapters and steps > 0 and steps & (steps - 1) == 0
+        if self.canary is None or (self.sender.covers_engine and not (has_grown or self.canary.is_due(restarts))):
             return {}
         return self.canary.run(self._policy, engine, restarts=restarts, memory=self._memory)
 

@@ -146,7 +146,7 @@ class ByReferenceTransport(WeightTransport):
     shares_memory: ClassVar[bool] = True
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
-        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes)
+        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes, receiver_dtypes=self.context.receiver_dtypes())
         # Nothing is copied, so buckets only limit what the policy computes for a refit, such as merged adapters.
         for first in range(0, len(buckets), _BUCKETS_AT_ONCE):
             keys = [key for bucket in buckets[first : first + _BUCKETS_AT_ONCE] for key in bucket]
@@ -177,8 +177,9 @@ class CollectiveTransport(WeightTransport):
         policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, receiver_dtypes=self.context.receiver_dtypes())
         wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
         self._joined = group
-        sent = manifest_to_send(policy.prepare_refit_info() or {}, self.context.receiver_dtypes())
-        return sum(tensor_bytes(shape, dtype) for shape, dtype in sent.values())
+        to = self.context.receiver_dtypes()
+        sent = manifest_to_send(policy.prepare_refit_info() or {}, to)
+        return sum(tensor_bytes(shape, dtype) for name, (shape, dtype) in sent.items() if not to or name in to)
 
     def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
         ip, port = self._new_meeting_point()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from rl_core.config.diagnostics import KeyPath, Problem, show
-from rl_core.config.schema import EnvironmentConfig, GenerationConfig
+from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Capability, Kind, capability_problem, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
@@ -277,6 +277,28 @@ def refit_folder_is_for_the_disk_transport(config: CheckedConfig, generation: Ge
             f"is only used with refit_transport: disk, but refit_transport is {transport or 'not set'}. Remove refit_folder, "
             "or set refit_transport: disk.",
         )
+
+
+def why_merged(policy: PolicyConfig, generation: GenerationConfig, capabilities: Collection[str]) -> str | None:
+    """Why the adapters of a policy must be merged for an engine with these capabilities; None if they can be sent."""
+    if Capability.LORA_ADAPTERS not in capabilities:
+        return f"the engine {generation.backend!r} does not compute with adapters"
+    return policy.adapter_problem or generation.adapter_problem(policy)
+
+
+@rule("policy.generation.lora", "policy", "policy.generation.backend", applies_to=CONFIG_FILE, each=each_engine)
+def adapters_are_sent_to_engines_that_support_them(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
+    """How adapters are sent is only set for a policy that trains some, and only to what the engine supports."""
+    policy, at = config.run.policy, (*_GENERATION, "lora")
+    if generation.lora is None:
+        return
+    if policy.lora_rank is None:
+        yield Problem(at, f"{generation.lora} has no effect, because this policy trains no adapters. Remove it.")
+        return
+    capabilities = _capabilities(config.registry, Kind.GENERATION, generation.backend)
+    if generation.lora == "adapter" and capabilities is not None:
+        if (reason := why_merged(policy, generation, capabilities)) is not None:
+            yield Problem(at, f"adapter cannot be used: {reason}. Set it to merged.")
 
 
 OWN_PARSER = "response_template"
