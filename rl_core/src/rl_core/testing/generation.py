@@ -18,7 +18,7 @@ from rl_core.errors import DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.worker import GenerationFacts
 from rl_core.plugins.component import Kind
-from rl_core.testing import reference
+from rl_core.testing import adapters, reference
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import check_version, generated
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
@@ -77,6 +77,7 @@ class GenerationConformance(Conformance[_Subject]):
     def section(cls) -> GenerationConfig:
         """The engine's section: the model of the kit, with a temperature other than 1."""
         values = {"model_name": str(cls._folder / "model"), "temperature": TEMPERATURE, "max_new_tokens": LIMIT}
+        values |= {"lora": "adapter"} if "lora_adapters" in cls.capabilities() else {}
         values |= {"backend": cls.component, **cls.config}
         return section_of(cls.registered(), GenerationConfig, values)
 
@@ -414,6 +415,11 @@ class GenerationConformance(Conformance[_Subject]):
             self.model.greedy_completion(self.subject().sender.received, prompt, limit=LIMIT).tolist() for prompt in prompts
         ]
         return list(zip(_completions(self._generate(rows, greedy=True)), expected, strict=True))
+
+    test_adapters_are_computed_beside_their_weights = adapters.test_adapters_are_computed_beside_their_weights
+    test_a_later_refit_brings_adapters_alone = adapters.test_a_later_refit_brings_adapters_alone
+    test_adapters_outlast_a_pause = adapters.test_adapters_outlast_a_pause
+    test_adapters_that_fit_no_layer_are_refused = adapters.test_adapters_that_fit_no_layer_are_refused
 
     def _refitted(self, *, seed: int) -> _Subject:
         """Train the sender's weights and send them."""

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +21,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import LossFunction, RefitManifest
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.plugins.import_path import resolve
+from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in
 from rl_core.weights.fingerprint import Kind
 from rl_core.weights.manifest import manifest_of
 from rl_core.weights.source import WeightSource
@@ -42,7 +43,12 @@ class ReferenceModel(ABC):
     """A model in plain torch that backends are tested with; it has the vocabulary and the tokenizer of the kit.
 
     A backend whose model is not in Transformers defines its own, as `model` of its conformance class.
+
+    Attributes:
+        adapted: names in the checkpoint of the weights of linear layers, [out, in], that adapters are added to.
     """
+
+    adapted: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def make_weights(self) -> dict[str, torch.Tensor]:
@@ -114,6 +120,12 @@ class Llama(ReferenceModel):
     https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend. `dropout` is that of attention in
     its config, which the reference never applies.
     """
+
+    adapted = tuple(
+        f"model.layers.{layer}.{name}.weight"
+        for layer in range(_LAYERS)
+        for name in (*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")))
+    )
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         self._dropout = dropout
@@ -256,8 +268,9 @@ class ReferenceSender(WeightSource):
             rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
         )
         self.weights, self._version, self._folder = dict(weights), 0, folder
-        self.received = self.weights
-        """What the engine has after the last complete refit."""
+        self.received: Weights = self.weights
+        """What the engine computes with after the last complete refit, adapters merged."""
+        self._frozen_are_held = False
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, self.weights[name]) for name in (names if names is not None else self.weights))
@@ -268,12 +281,22 @@ class ReferenceSender(WeightSource):
     def get_weight_version(self) -> int:
         return self._version
 
+    def adapt(self, names: Sequence[str], *, rank: int) -> None:
+        """Add random adapters to the layers of these weights, which are frozen from now on."""
+        generator = torch.Generator().manual_seed(0)
+        for name in names:
+            (out, size), layer = self.weights[name].shape, name.removesuffix(".weight")
+            self.weights[layer + LORA_A] = 0.1 * torch.randn(rank, size, generator=generator)
+            self.weights[layer + LORA_B] = 0.1 * torch.randn(out, rank, generator=generator)
+            self.weights[layer + LORA_SCALE] = 0.5 + torch.rand((), generator=generator)
+        self._frozen_are_held = False
+
     def train(self, *, seed: int) -> None:
-        """Replace every weight, as an optimizer step does; the version increases by one."""
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = {
-            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in self.weights.items()
-        }
+        """Replace every weight that is not frozen, as an optimizer step does; the version increases by one."""
+        generator, manifest = torch.Generator().manual_seed(seed), self.weight_manifest()
+        trained = adapters_in(manifest) or manifest
+        changes = {name: 0.05 * torch.randn(shape, generator=generator) for name, (shape, _) in trained.items()}
+        self.weights = {**self.weights, **{name: self.weights[name] + change for name, change in changes.items()}}
         self._version += 1
 
     def refit(self, engine: GenerationInterface, capabilities: Collection[str], *, leave_out: int = 0) -> None:
@@ -292,9 +315,12 @@ class ReferenceSender(WeightSource):
             self._send(engine, {*capabilities} - {"by_reference"}, leave_out)
 
     def _send(self, engine: GenerationInterface, capabilities: Collection[str], leave_out: int) -> None:
-        dtypes = engine.prepare_refit_info(self.prepare_refit_info()) or {}
-        self.prepare_weights_for_ipc(receiver_dtypes=dtypes)
-        names = list(self.weights)
+        manifest: RefitManifest = self.prepare_refit_info()
+        if self._frozen_are_held and engine.weight_version >= 0:
+            manifest = adapters_in(manifest) or manifest
+        self._frozen_are_held = False
+        self.prepare_weights_for_ipc(receiver_dtypes=engine.prepare_refit_info(manifest) or {})
+        names = list(manifest)
         try:
             for number, bucket in enumerate([names[:5], names[5 : len(names) - leave_out]]):
                 engine.update_weights(
@@ -302,7 +328,7 @@ class ReferenceSender(WeightSource):
                 )
         finally:
             self.finish_refit()
-        self.received = self.weights
+        self.received, self._frozen_are_held = merged(self.weights), not leave_out
 
     def fingerprint(self, engine: GenerationInterface) -> str:
         """The fingerprint of the weights as the engine stores them, in the kind of the engine's."""
@@ -310,6 +336,15 @@ class ReferenceSender(WeightSource):
         dtypes = {name: digest.partition("[")[0] for name, digest in digests.items() if name in self.weights}
         kind: Kind = "wsum" if engine.weight_fingerprint().startswith("wsum") else "xxh3"
         return self.weight_fingerprint(dtypes=dtypes, kind=kind)
+
+
+def merged(weights: Weights) -> Weights:
+    """The weights with their adapters added, W + s B A."""
+    whole = {name: tensor for name, tensor in weights.items() if not adapters_in({name: ((), "")})}
+    for layer in (name.removesuffix(LORA_SCALE) for name in weights if name.endswith(LORA_SCALE)):
+        added = weights[layer + LORA_SCALE] * (weights[layer + LORA_B] @ weights[layer + LORA_A])
+        whole[f"{layer}.weight"] = whole[f"{layer}.weight"] + added
+    return whole
 
 
 def transfer(capabilities: Collection[str], file: Path) -> Mapping[str, Any]:
