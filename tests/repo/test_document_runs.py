@@ -24,11 +24,11 @@ pytestmark = pytest.mark.full("in CI, commands of the documents are parsed, conf
 NOT_RUN = {
     "docs/clusters.md": "needs several machines; tests/cli/test_cluster_doctor.py simulates nodes",
     "docs/convert.md: convert runs/sums sums-model --push": "needs a hub; tests/cli/test_publishing.py has a server",
-    "docs/dependencies_that_conflict.md": "needs the plugin and a second environment; tests/core/cluster/test_isolated_python.py has one",
+    "docs/dependencies_that_conflict.md": "needs a second environment; tests/core/cluster/test_isolated_python.py has one",
     "docs/environments.md: check env acme_game.Game": "needs another interpreter; see tests/e2e/test_environment_python.py",
     "docs/serving.md: serve --config proxy.yaml": "needs a server of vLLM; tests/serve/test_proxy.py has one",
     "docs/serving.md: serve ++server.host": "needs a server of vLLM; tests/serve/test_proxy.py has one",
-    "docs/your_data.md: train capitals/config.yaml policy.model_name=": "needs a run of SFT; tests/e2e/test_distillation.py loads weights of a run",
+    "docs/your_data.md: train capitals/config.yaml policy.model_name=": "needs a run of SFT; see tests/e2e/test_distillation.py",
     **dict.fromkeys(
         [
             "docs/write_a_generation_backend.md: train",

@@ -38,8 +38,8 @@ def add_adapters(model: nn.Module, ranks: Mapping[str, int]) -> None:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     if unknown := [name for name in ranks if name not in linear]:
         raise WeightSyncError(
-            f"The policy sends an adapter of {unknown[0]!r}, but the engine's {type(model).__name__} has no linear layer of that "
-            f"name ({len(unknown)} such layers). Set policy.generation.lora to merged."
+            f"The policy sends an adapter of {unknown[0]!r}, but the engine's {type(model).__name__} has no linear layer of "
+            f"that name ({len(unknown)} such layers). Set policy.generation.lora to merged."
         )
     for name, rank in ranks.items():
         layer: Any = linear[name]
@@ -56,4 +56,5 @@ def add_adapters(model: nn.Module, ranks: Mapping[str, int]) -> None:
 def add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     """Forward hook of an adapted layer: `output` [..., out] of its own weight plus s B A x for `inputs` ([..., in],)."""
     reduced = functional.linear(inputs[0].to(torch.float32), layer.lora_A.weight)
-    return (output + functional.linear(reduced, layer.lora_B.weight) * layer.lora_scale).to(output.dtype)
+    added = functional.linear(reduced, layer.lora_B.weight) * layer.lora_scale
+    return (output + added).to(output.dtype)

@@ -283,7 +283,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """Start a refit: split the manifest into buckets of names, each within the byte budget.
 
-        With `receiver_dtypes`, name to the receiver's dtype, only these weights are sent, and wider ones are rounded to it first.
+        With `receiver_dtypes`, name to the receiver's dtype, only these weights are sent, and wider ones are rounded first.
         """
 
     @abstractmethod

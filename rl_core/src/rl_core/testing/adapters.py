@@ -16,6 +16,7 @@ from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in
 
 RANK = 64
 _COMPUTED = "test_adapters_are_computed_beside_their_weights"
+_ALONE = "test_a_later_refit_brings_adapters_alone"
 _DECLARED = declares("lora_adapters")
 
 
@@ -25,6 +26,7 @@ _DECLARED = declares("lora_adapters")
     after="test_a_refit_brings_the_trained_weights",
 )
 def test_adapters_are_computed_beside_their_weights(self: Any) -> str:
+    """The promise of the first refit with adapters."""
     self.subject().sender.adapt(self.model.adapted, rank=RANK)
     self._refitted(seed=31)
     return f"{len(self.model.adapted)} layers; {self._compared(self._generate(self._rows(seed=31)))}"
@@ -32,6 +34,7 @@ def test_adapters_are_computed_beside_their_weights(self: Any) -> str:
 
 @promise("A later refit brings adapters alone, with another scale.", applies=_DECLARED, after=_COMPUTED)
 def test_a_later_refit_brings_adapters_alone(self: Any) -> str:
+    """The promise of later refits, in complete batches and in streamed rows."""
     for seed in (32, 33):
         subject = self._refitted(seed=seed)
     expected, found = subject.sender.fingerprint(subject.engine), subject.engine.weight_fingerprint()
@@ -45,8 +48,9 @@ def test_a_later_refit_brings_adapters_alone(self: Any) -> str:
     return str(self._compared(self._generate(rows)))
 
 
-@promise("Adapters are still there when it was finished and is prepared again.", applies=_DECLARED, after=_COMPUTED)
+@promise("Adapters are still there when it was finished and is prepared again.", applies=_DECLARED, after=_ALONE)
 def test_adapters_outlast_a_pause(self: Any) -> str:
+    """The promise of an engine that sleeps."""
     engine = self.subject().engine
     engine.finish_generation()
     engine.prepare_for_generation()
@@ -57,6 +61,7 @@ def test_adapters_outlast_a_pause(self: Any) -> str:
 
 @promise("Adapters that fit no layer are refused before anything is loaded.", applies=_DECLARED, after=_COMPUTED)
 def test_adapters_that_fit_no_layer_are_refused(self: Any) -> None:
+    """The promise of a manifest with wrong adapters."""
     sender, engine = self.subject().sender, self.subject().engine
     adapters = adapters_in(sender.weight_manifest())
     layer = self.model.adapted[0].removesuffix(".weight")
