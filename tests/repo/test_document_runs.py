@@ -28,7 +28,7 @@ NOT_RUN = {
     "docs/environments.md: check env acme_game.Game": "needs another interpreter; see tests/e2e/test_environment_python.py",
     "docs/serving.md: serve --config proxy.yaml": "needs a server of vLLM; tests/serve/test_proxy.py has one",
     "docs/serving.md: serve ++server.host": "needs a server of vLLM; tests/serve/test_proxy.py has one",
-    "docs/your_data.md: train capitals/config.yaml policy.model_name=": "needs a run of SFT; see tests/e2e/test_distillation.py",
+    "docs/your_data.md: train capitals/config.yaml policy.model_name=": "needs SFT first; see tests/e2e/test_distillation.py",
     **dict.fromkeys(
         [
             "docs/write_a_generation_backend.md: train",

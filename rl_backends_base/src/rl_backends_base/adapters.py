@@ -54,7 +54,6 @@ def add_adapters(model: nn.Module, ranks: Mapping[str, int]) -> None:
 
 
 def add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Forward hook of an adapted layer: `output` [..., out] of its own weight plus s B A x for `inputs` ([..., in],)."""
+    """Forward hook of an adapted layer: adds s B A x for `inputs` ([..., in],) to its `output` [..., out], in place."""
     reduced = functional.linear(inputs[0].to(torch.float32), layer.lora_A.weight)
-    added = functional.linear(reduced, layer.lora_B.weight) * layer.lora_scale
-    return (output + added).to(output.dtype)
+    return output.add_(functional.linear(reduced * layer.lora_scale, layer.lora_B.weight))

@@ -14,13 +14,14 @@ import tiny_refit_workers
 import torch
 from ray import cloudpickle
 from shared_segments import segments_of
-from tiny_refit_workers import TinyEngine, TinyPolicy
+from tiny_refit_workers import AdaptedEngine, AdaptedPolicy, TinyEngine, TinyPolicy
 
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WorkerDiedError
+from rl_core.weights.adapters import adapters_in
 from rl_core.weights.shared_memory import sweep
 from rl_train.weight_sync.canary import RefitCanary, StreamedCanary
 from rl_train.weight_sync.sender import WeightSender
@@ -104,9 +105,9 @@ def sides(cluster, deaths):
     policy.shutdown()
 
 
-def make_policy(cluster, deaths):
+def make_policy(cluster, deaths, worker_class=MortalPolicy):
     return DistributedPolicy(
-        worker_class=MortalPolicy,
+        worker_class=worker_class,
         config=PolicyConfig(backend="tiny", model_name="tiny"),
         cluster=cluster,
         num_workers=1,
@@ -114,9 +115,9 @@ def make_policy(cluster, deaths):
     )
 
 
-def make_engine(cluster, deaths, **fields):
+def make_engine(cluster, deaths, worker_class=MortalEngine, **fields):
     return DistributedGeneration(
-        worker_class=MortalEngine,
+        worker_class=worker_class,
         config=GenerationConfig(backend="tiny", num_workers=REPLICAS, **fields),
         cluster=cluster,
         env_vars={FOLDER: str(deaths)},
@@ -332,3 +333,45 @@ def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_repl
     # What it kept for the next refit over shared memory is swept, as in each refit and at the end of a run.
     sweep()
     assert segments_of(victim) == []
+
+
+class MortalAdaptedEngine(MortalEngine, AdaptedEngine):
+    pass
+
+
+@pytest.fixture
+def adapted(cluster, deaths):
+    policy = make_policy(cluster, deaths, AdaptedPolicy)
+    engine = make_engine(cluster, deaths, MortalAdaptedEngine, max_restarts=100)
+    yield policy, engine
+    engine.shutdown()
+    policy.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [SharedMemoryTransport, CollectiveTransport])
+def test_a_replica_that_is_killed_gets_all_weights_again_and_never_samples_without_its_adapter(adapted, deaths, transport):
+    policy, engine = adapted
+    sync = synchronizer(policy, engine, transport)
+    everything, adapters = (len(names) for names in (policy.prepare_refit_info(), adapters_in(policy.prepare_refit_info())))
+    sync.sync()
+    for phase in ("prepare_refit_info", "load_weights", "weight_fingerprint", "invalidate_kv_cache"):
+        policy.group.run_all("step")
+        before = engine.restarts
+        (deaths / f"{phase}-1").write_text("1")
+        sync.sync()
+        assert engine.restarts == before + 1
+        assert engine.weight_version == policy.weight_version
+        assert_equal_on_all(policy, engine)
+        last = [len(refits[-1]) for refits in engine.group.run_all("names_of_refits")]
+        assert last == [everything] * REPLICAS
+        policy.group.run_all("step")
+        sync.sync()
+        assert [len(refits[-1]) for refits in engine.group.run_all("names_of_refits")] == [adapters] * REPLICAS
+        assert_equal_on_all(policy, engine)
+    restart(engine, deaths, rank=0)  # between refits: it waits for weights, and gets all of them alone
+    assert engine.weight_version == -1
+    sync.provide_weights()
+    assert [len(refits[-1]) for refits in engine.group.run_all("names_of_refits")] == [everything, adapters]
+    assert_equal_on_all(policy, engine)
+    sync.close()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rl_backends_base import add_adapters
 from rl_core.weights.manifest import manifest_of, weights_of
 from rl_core.weights.receiver import WeightSink
 from rl_core.weights.source import WeightSource
@@ -190,3 +191,48 @@ class PolicyThatBreaks(TinyPolicy):
             if name == "k.weight":
                 raise OSError("the disk of k.weight is gone")
             yield name, tensor
+
+
+ADAPTED = {"q": 3, "k": 8}
+"""Rank of the adapter of each adapted layer; A and B of one are square."""
+
+
+class AdaptedPolicy(TinyPolicy):
+    """Trains adapters of two layers; all other weights are frozen."""
+
+    def __init__(self, context, config=None, seed: int = 1, width: int = 8) -> None:
+        super().__init__(context, config, seed, width)
+        add_adapters(self.model, ADAPTED)
+
+    def step(self) -> int:
+        generator = torch.Generator().manual_seed(self.version)
+        for name, tensor in weights_of(self.model).items():
+            if ".lora_" in name:
+                tensor.add_(torch.randn(tensor.shape, generator=generator))
+        self.version += 1
+        return self.version
+
+
+class AdaptedEngine(TinyEngine):
+    """Computes with adapters of any layers, and records the names that arrive in each refit."""
+
+    def __init__(self, context, config=None, seed: int = 2, width: int = 8) -> None:
+        super().__init__(context, config, seed, width)
+        self.arrived: list[set[str]] = []
+
+    def expect_adapters(self, ranks) -> None:
+        add_adapters(self.model, ranks)
+
+    def refit_begins(self) -> None:
+        self.arrived.append(set())
+
+    def load_weights(self, tensors) -> None:
+        super().load_weights(tensors)
+        self.arrived[-1] |= tensors.keys()
+
+    def load_by_reference(self, tensors) -> None:
+        super().load_by_reference(tensors)
+        self.arrived[-1] |= tensors.keys()
+
+    def names_of_refits(self) -> list[set[str]]:
+        return self.arrived
