@@ -288,6 +288,33 @@ def test_weights_go_through_shared_memory_if_it_reaches_every_process_of_the_eng
     assert (tried[0], tried[-1]) == (first, "collective")
 
 
+@pytest.mark.parametrize(
+    ("policy", "engine", "says"),
+    [
+        ("{}", "adapter", "adapter has no effect, because this policy trains no adapters. Remove it."),
+        ("{}", "merged", "merged has no effect, because this policy trains no adapters. Remove it."),
+        ("{lora: {use_dora: true}}", "adapter", "adapter cannot be used: policy.hf_cfg.lora.use_dora also scales each row"),
+        ("{lora: {}}", "adapter", None),
+        ("{lora: {use_dora: true}}", "merged", None),
+    ],
+)
+def test_how_adapters_are_sent_fits_the_policy(files, good, policy, engine, says):
+    config = good.replace("tokens: 64", f"tokens: 64\n    lora: {engine}").replace("policy:", f"policy:\n  hf_cfg: {policy}")
+    if says is None:
+        assert files.load(config).run.policy.generation.lora == engine
+        return
+    [error] = files.errors(config)
+    assert says in error
+    assert "policy.generation.lora" in error
+
+
+def test_adapters_are_not_sent_to_an_engine_that_does_not_compute_with_them(files, good):
+    config = good.replace("policy:", "policy:\n  hf_cfg: {lora: {}}").replace("backend: hf\n    max", "backend: remote\n    max")
+    errors = files.errors(config.replace("tokens: 64", "tokens: 64\n    lora: adapter\n    refits: true"))
+    says = "policy.generation.lora: adapter cannot be used: the engine 'remote' does not compute with adapters. Set it to merged."
+    assert any(says in error for error in errors), errors
+
+
 def test_a_refit_folder_that_no_transport_uses_is_refused(files, good):
     [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_folder: /tmp"))
     assert "policy.generation.refit_folder: is only used with refit_transport: disk, but refit_transport is not set." in error
