@@ -136,8 +136,9 @@ class PolicyMemory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether an engine in the same process can compute with its tensors; adapters are merged into new ones."""
-        return self._config.hf_cfg.lora is None
+        """Whether an engine in the same process can compute with its tensors; merged adapters are in new ones."""
+        engine = self._config.generation
+        return self._config.hf_cfg.lora is None or (engine is not None and engine.lora == "adapter")
 
     def not_counted(self) -> list[str]:
         hf, left_out = self._config.hf_cfg, []

@@ -206,7 +206,9 @@ class WeightSource(PrivateNames, ABC):
             dtypes: name of each tensor to digest to the receiver's dtype; all, in their own dtype, by default.
             kind: the receiver's; XXH3 by default.
         """
-        tensors = self.iter_weights(list(_only(self.weight_manifest(), dtypes)) if dtypes else None)
+        whole = self.weight_manifest()
+        digested = _only(whole, dtypes)
+        tensors = self.iter_weights(None if len(digested) == len(whole) else list(digested))
         if self.context.rank != 0:
             _exhaust(tensors)
             return {}

@@ -19,6 +19,7 @@ from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
 from rl_core.weights.source import MOST_BYTES_ON_CPU
 from rl_train.assembly.parts import loss_of
+from rl_train.assembly.placement import resolve_adapters
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 
@@ -127,7 +128,7 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     Raises:
         UserError: The model of a section does not exist or cannot be built.
     """
-    run = resolved(run, on_gpu=on_gpu)
+    run = resolve_adapters(resolved(run, on_gpu=on_gpu), registry)
     undescribed: list[str] = []
     not_counted: list[str] = []
     components = list(_models(run, registry, undescribed, not_counted, on_gpu=on_gpu))
