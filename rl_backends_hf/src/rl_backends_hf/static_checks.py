@@ -5,20 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import model_path_problem
+from rl_core.data.model_digests import safetensors_header
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
 
-_LONGEST_HEADER: Final = 100 * 2**20
-"""Bytes; safetensors itself rejects longer ones."""
 NEEDS_BITSANDBYTES = (
     "`{key}` needs bitsandbytes, which is not installed. Install it with `pip install 'rl-backends-hf[quantized]'`, or leave "
     "`{key}` out."
@@ -130,18 +127,6 @@ def _weight_names(name_or_path: str) -> set[str] | None:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        return _names_in_header(folder / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return {name for name in safetensors_header(folder / "model.safetensors") if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _names_in_header(path: Path) -> set[str]:
-    """The names in the header of one file: eight bytes of length (little endian), then JSON.
-
-    https://github.com/huggingface/safetensors#format
-    """
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"{path} has a header of {length} bytes")
-        return {name for name in json.loads(file.read(length)) if name != "__metadata__"}

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from rl_core.data.model_digests import path_digests
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.preparation import Preparation, inputs_of
-from rl_train.checkpoints.inputs import input_changes, path_digests
+from rl_train.checkpoints.inputs import input_changes
 from rl_train.config.loader import load_config
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"

@@ -16,6 +16,7 @@ import xxhash
 
 from rl_core.config.diagnostics import KeyPath, dotted
 from rl_core.config.section import PathRule
+from rl_core.data.model_digests import path_digests
 from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.checks import check_reward_functions, tokenizer_key, tokens_without_rows, with_completion_formats
@@ -28,7 +29,7 @@ from rl_train.assembly.data import (
     read_data,
     read_validation_sets,
 )
-from rl_train.checkpoints.inputs import FREE_TO_CHANGE, ROWS, Inputs, path_digests, source_digests
+from rl_train.checkpoints.inputs import FREE_TO_CHANGE, ROWS, Inputs, source_digests
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.components import validates
 from rl_train.config.schema import DataConfig, RunConfig

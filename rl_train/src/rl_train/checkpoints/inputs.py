@@ -2,29 +2,23 @@
 
 They are compared when a run is resumed, as is its config. User code is the file that the config names, and the files that it
 imports from the same folder or package; digests are of their syntax trees, so comments, docstrings and formatting do not count.
-Digests of models and data take seconds for files of any size.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import math
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from os.path import isdir, isfile  # False for a text that is too long for the file system; Path would raise
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import xxhash
 
 from rl_core.config.diagnostics import KeyPath, dotted
 from rl_core.config.introspection import NO_DEFAULT
-from rl_core.config.section import model_files
-from rl_core.data.hub import model_source
 from rl_core.errors import CheckpointError
 from rl_train.config.slots import is_named_by_user
 from rl_train.config.values import leaves_by_path
@@ -65,17 +59,6 @@ _FIXED_ROWS = "the order of the data cannot continue with other rows: some would
 _REFERENCE: Final = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 _OURS: Final = ("rl_core", "rl_train", "rl_backends_", "rl_envs", "rl_sandbox", "rl_serve", "rlcore_cli")
 _INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_WHOLE: Final = 1 << 30
-"""Bytes of a model or file, 0.2 CPU-seconds: of a larger one, only blocks of each tensor or file are read."""
-_JSON: Final = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "chat_template.json"),
-)
-"""JSON files of a model that decide what is loaded, except for the list of shards."""
-_BLOCK: Final = 1 << 12
-_BLOCKS_OF_TENSOR: Final = 3
-_BLOCKS_OF_FILE: Final = 256
-_CHUNK: Final = 1 << 24
 
 
 def inputs_in(state: Mapping[str, Any]) -> Inputs:
@@ -315,64 +298,3 @@ def _form(tree: ast.AST) -> str:
         fields = [f"{name}={shown(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
         lines.append(f"{type(node).__name__} {' '.join(fields)}")
     return "\n".join(lines)
-
-
-def path_digests(path: str) -> dict[str, str]:
-    """The digests of what a path has, by tensor and file; by commit for a model in the hub's cache; empty for other names."""
-    location = Path(path)
-    if isdir(path):
-        names = [name for name in model_files(location) if not name.endswith(".json") or name in _JSON]
-        files = [*(location / name for name in names), *location.glob("pytorch_model*.bin"), *location.glob("*.py")]
-        whole = sum(file.stat().st_size for file in files) <= _WHOLE
-        return {name: digest for file in files for name, digest in _file_digests(file, file.name, whole=whole)}
-    if isfile(path):
-        return dict(_file_digests(location, "the file", whole=location.stat().st_size <= _WHOLE))
-    return _commit(path)
-
-
-def base_weights(digests: Mapping[str, str]) -> dict[str, str]:
-    """Those of the digests of a model that its adapters depend on: without tokenizer, templates and settings of generation."""
-    return {
-        name: digest
-        for name, digest in digests.items()
-        if name == "config.json" or not name.endswith((".json", ".jinja", ".model", ".txt"))
-    }
-
-
-def _commit(name: str) -> dict[str, str]:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        source, revision = model_source(name)
-        cached = try_to_load_from_cache(source, "config.json", revision=revision)
-    except (HFValidationError, OSError):  # no name of a model, but that of a packaged template or the text of one
-        return {}
-    return {"the commit of the hub": Path(cached).parent.name} if isinstance(cached, str) else {}
-
-
-def _file_digests(path: Path, name: str, *, whole: bool) -> Iterator[tuple[str, str]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if path.suffix != ".safetensors" or length > size:
-            yield name, _digest(file, 0, size, _BLOCKS_OF_FILE, whole=whole)
-            return
-        header = json.loads(file.read(length))
-        for tensor, entry in header.items():
-            if tensor != "__metadata__":
-                start, end = (8 + length + offset for offset in entry["data_offsets"])
-                digest = _digest(file, start, end - start, _BLOCKS_OF_TENSOR, whole=whole)
-                yield f"tensor {tensor}", f"{entry['dtype']} {entry['shape']} {digest}"
-
-
-def _digest(file: BinaryIO, start: int, size: int, blocks: int, *, whole: bool) -> str:
-    digest = xxhash.xxh3_64(str(size).encode())
-    if whole or size <= blocks * _BLOCK:
-        ranges = [(at, min(_CHUNK, size - at)) for at in range(0, size, _CHUNK)]
-    else:
-        ranges = [(math.floor(i * (size - _BLOCK) / (blocks - 1)), _BLOCK) for i in range(blocks)]
-    for at, count in ranges:
-        file.seek(start + at)
-        digest.update(file.read(count))
-    return str(digest.hexdigest())

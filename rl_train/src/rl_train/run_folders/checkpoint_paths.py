@@ -17,9 +17,10 @@ import yaml
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import model_files
 from rl_core.data.loaded_model import check_files
+from rl_core.data.model_digests import base_weights, path_digests
 from rl_core.errors import CheckpointError
 from rl_core.plugins.component import did_you_mean
-from rl_train.checkpoints.inputs import base_weights, input_changes, inputs_in, path_digests
+from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.manifest import damage_error, read_manifest, read_state, verify_checkpoint
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.run_folders.run_folder import CONFIG

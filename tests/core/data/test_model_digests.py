@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from rl_train.checkpoints import inputs
-from rl_train.checkpoints.inputs import base_weights, path_digests
+from rl_core.data import model_digests
+from rl_core.data.model_digests import base_weights, path_digests, weights_digest
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
@@ -25,7 +26,7 @@ def changed(before, after):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_changed_tensor_and_a_changed_file_are_named(model, monkeypatch, whole):
     if not whole:
-        monkeypatch.setattr(inputs, "_WHOLE", 0)
+        monkeypatch.setattr(model_digests, "_WHOLE", 0)
     before = path_digests(str(model))
     weights = load_file(model / "model.safetensors")
     name = max(weights, key=lambda one: weights[one].numel())
@@ -50,7 +51,7 @@ def test_other_shards_of_the_same_weights_change_nothing(model):
 
 
 def test_a_change_at_any_end_of_a_large_tensor_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "_WHOLE", 0)
+    monkeypatch.setattr(model_digests, "_WHOLE", 0)
     tensor = torch.zeros(100_000)
     digests = []
     for index in (None, 0, -1):
@@ -64,3 +65,26 @@ def test_a_change_at_any_end_of_a_large_tensor_is_seen(tmp_path, monkeypatch):
 def test_other_texts_than_paths_have_no_digests():
     assert path_digests("generic/math") == {}
     assert path_digests("{% for message in messages %}{{ message['content'] }}\n{% endfor %}" * 100) == {}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_copy_of_a_model_has_the_same_digest_of_weights_and_a_changed_one_another(model, monkeypatch, whole):
+    if not whole:
+        monkeypatch.setattr(model_digests, "_WHOLE", 0)
+    before = weights_digest(str(MODEL))
+    (model / "config.json").write_text((model / "config.json").read_text() + "\n")
+    (model / "tokenizer_config.json").unlink()
+    assert weights_digest(str(model)) == before
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, model / "model.safetensors")
+    assert weights_digest(str(model)) not in (before, None)
+    assert weights_digest("acme/absent") is None
+
+
+def test_a_model_of_the_hub_has_the_digest_of_its_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    stored, commit = tmp_path / "models--acme--tiny", "a" * 40
+    shutil.copytree(MODEL, stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    assert weights_digest("acme/tiny") == weights_digest(f"acme/tiny@{commit}") == weights_digest(str(MODEL))
