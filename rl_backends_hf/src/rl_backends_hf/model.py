@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from rl_backends_base.shards import copy_from_files
+from rl_backends_hf.adapter_folder import adapter_as_model
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import init_head, prepare_head
@@ -297,11 +298,8 @@ def _locate(name: str) -> dict[str, str]:
     except DataError as error:
         raise UserError(f"`model_name`: {error}.", key="model_name") from error
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise UserError(
-                f"The folder {name} contains only a LoRA adapter, but a full model is required. Merge it into its base with "
-                "`rlcore convert CHECKPOINT --to hf --merge OUTPUT`, and use OUTPUT here."
-            )
+        if (adapter := adapter_as_model(name)) is not None:
+            raise UserError(f"`model_name`: {adapter}", key="model_name")
         if not (path / "config.json").is_file():
             raise UserError(
                 f"The folder {name} has no config.json, so it is not a Transformers model. Use a folder written by "

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from rl_backends_hf.adapter_folder import SAVED_NAMES, AdapterFolder
 from rl_core.config.schema import Section
+from rl_core.config.section import NAME_OR_PATH
+from rl_core.errors import UserError
 
 ALL_LINEAR: Final = "all-linear"
 NEEDS_PEFT: Final = (
@@ -45,6 +49,7 @@ _OTHER_NAMES: Final = {
     "dim": "rank",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
+    "lora_adapter_path": "adapter_path",
 }
 """Names used by peft and others that a spelling suggestion would not find."""
 
@@ -52,6 +57,10 @@ _OTHER_NAMES: Final = {
 class LoRAConfig(Section):
     """Low-rank adapters (LoRA, by peft): train small matrices added to frozen linear layers instead of all weights."""
 
+    adapter_path: Annotated[str | None, NAME_OR_PATH] = None
+    """Adapter folder in peft's format, or its `NAME@REVISION` on the hub, whose adapter is trained further. `rank`, `alpha`,
+    `target_modules`, `exclude_modules`, `use_rslora` and `use_dora` are read from it if they are not set. By default, training
+    starts from the base model."""
     rank: int = Field(default=16, ge=1)
     """Rank of the adapters: the number of rows of A and columns of B in W + scale * B A. Called `r` in peft."""
     alpha: int = Field(default=32, ge=1)
@@ -75,12 +84,15 @@ class LoRAConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_other_names(cls, given: Any) -> Any:
+    def _complete(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
             if key in _OTHER_NAMES:
                 raise ValueError(f"`{key}` is called `{_OTHER_NAMES[key]}` here")
             if key == "enabled":
                 raise ValueError("there is no `enabled`: the section itself enables LoRA, and `lora: null` disables it")
+        if isinstance(given, dict) and isinstance(given.get("adapter_path"), str) and not SAVED_NAMES.keys() <= given.keys():
+            with suppress(UserError):  # reported by the checks of the config
+                return {**AdapterFolder(given["adapter_path"]).settings(), **given}
         return given
 
     @model_validator(mode="after")

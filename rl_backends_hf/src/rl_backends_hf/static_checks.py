@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rl_backends_hf.adapter_folder import adapter_as_model
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig
@@ -35,8 +36,10 @@ def model_problems(
         section: the section; without `model_name` if it is taken from another one.
         hf_cfg: returns its `hf_cfg`, which is read after the path, because it may be invalid.
     """
-    if section.model_name is not None and (problem := model_path_problem(section.model_name)) is not None:
-        yield ("model_name",), problem
+    if section.model_name is not None:
+        adapter = adapter_as_model(section.model_name) if isinstance(section, PolicyConfig) else None
+        if (problem := adapter or model_path_problem(section.model_name)) is not None:
+            yield ("model_name",), problem
     if section.python is not None:  # the libraries of another Python environment cannot be checked here
         return
     options = hf_cfg()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from rl_backends_base.shards import fill, whole
+from rl_backends_hf.adapter_folder import ADAPTER_CONFIG
 from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
 from rl_core.backend import CLASSIFIER, Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
 from rl_core.data.hub import published_file
@@ -105,7 +106,7 @@ class WholeModel:
         """Load the model's weights from `folder`; each rank reads its shards. After an error, the weights are unchanged."""
         if not (folder / "config.json").is_file():
             adapter = " It contains an adapter: resume with the same `policy.hf_cfg.lora` that wrote it."
-            there = adapter if (folder / "adapter_config.json").is_file() else ""
+            there = adapter if (folder / ADAPTER_CONFIG).is_file() else ""
             raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
         model, first = self._model, next(self._model.parameters())
         reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,15 +28,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS, AdapterFolder
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import LORA_A, LORA_B, LORA_SCALE, Head, RefitManifest, dtype_name, manifest_of, weights_of
 from rl_core.data.hub import model_source
+from rl_core.data.model_digests import weights_digest
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_log = logging.getLogger("rlcore")
 _NAME: Final = "default"
 """peft's name of the only adapter; its files do not contain it."""
 _HEAD_KEY: Final = f"base_model.model.{HEAD_NAME}.weight"
@@ -98,6 +101,7 @@ class LoraAdapters:
                 raise UserError(
                     f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}", key="policy.hf_cfg.lora"
                 ) from error
+        self._base = base
         self._settings = self._peft_model.peft_config[_NAME]
         source, self._settings.revision = model_source(base)
         self._settings.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
@@ -161,8 +165,14 @@ class LoraAdapters:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
             folder / ADAPTER_WEIGHTS,
-            metadata={"format": "pt"},
+            metadata={"format": "pt", **self._base_weights},
         )
+
+    @cached_property
+    def _base_weights(self) -> dict[str, str]:
+        """What the file of weights says about the base; peft and vLLM ignore it."""
+        digest = weights_digest(self._base)
+        return {} if digest is None else {BASE_WEIGHTS: digest}
 
     def save_config(self, folder: Path) -> None:
         """Write the adapter's config."""
@@ -175,8 +185,34 @@ class LoraAdapters:
             written.task_type, written.modules_to_save = _peft().TaskType.SEQ_CLS, [HEAD_NAME]
         written.save_pretrained(folder)
 
-    def load(self, folder: Path) -> None:
+    def start_from(self, config: LoRAConfig) -> None:
+        """Load the adapter that training starts from; every rank reads it. A scalar head may be missing in it.
+
+        Args:
+            config: `policy.hf_cfg.lora`, with an `adapter_path`.
+
+        Raises:
+            UserError: it does not fit the config or the model, or was trained on another base.
+        """
+        assert config.adapter_path is not None
+        folder = AdapterFolder(config.adapter_path)
+        head = "tokens" if self._head is None else "scalar"
+        for key, problem in folder.problems(config.model_dump(), model_name=self._base, head=head):
+            raise UserError(f"`policy.hf_cfg.lora.{key}`: {problem}", key=f"policy.hf_cfg.lora.{key}")
+        if (own := self._settings.base_model_name_or_path) != folder.base_name and folder.base_weights is None:
+            _log.warning("The adapter in %s names %s as its base, and is trained on %s.", folder.name, folder.base_name, own)
+        try:
+            self.load(folder.path, head_is_optional=True)
+        except CheckpointError as error:
+            key = "policy.hf_cfg.lora.adapter_path"
+            raise UserError(f"`{key}`: {error}", key=key) from error
+
+    def load(self, folder: Path, *, head_is_optional: bool = False) -> None:
         """Load the adapters from `folder`; every rank reads it.
+
+        Args:
+            folder: as written by `save`, or by peft.
+            head_is_optional: keep the model's scalar head if there is none in the folder.
 
         Raises:
             CheckpointError: the folder is missing, incomplete, or has another adapter; the adapters are unchanged.
@@ -187,10 +223,12 @@ class LoraAdapters:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read the adapter in {folder}: {type(error).__name__}: {error}") from error
         adapters = self._tensors()
+        if head_is_optional and _HEAD_KEY not in saved:
+            adapters.pop(_HEAD_KEY, None)
         if odd := sorted(saved.keys() ^ adapters.keys()):
             raise CheckpointError(
-                f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Resume "
-                "with the same `policy.hf_cfg.lora` and model that wrote it.",
+                f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Use "
+                "the `policy.hf_cfg.lora` and model that wrote it.",
                 key="policy.hf_cfg.lora",
             )
         for name, tensor in adapters.items():

@@ -111,6 +111,8 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             engine = self.config.generation
             merged = engine is None or engine.lora != "adapter"
             self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head, exports_merged=merged)
+            if hf.lora.adapter_path is not None:
+                self._adapters.start_from(hf.lora)
             scoring.autocast = self.dtype if hf.lora.autocast else None
         self._exported: ExportedWeights = self._adapters or WholeModel(
             model, dtype=self.dtype, head=head, name=self.config.model_name

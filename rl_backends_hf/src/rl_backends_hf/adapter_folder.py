@@ -1,0 +1,240 @@
+"""Adapter folders in peft's format: their settings and contents, and the base model that they belong to. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from rl_core.data.hub import model_source
+from rl_core.data.model_digests import safetensors_header, weights_digest
+from rl_core.errors import UserError
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+BASE_WEIGHTS: Final = "base_weights"
+"""Name of the base's digest in the metadata of the weights' file. peft would warn of an unknown key in its config."""
+SAVED_NAMES: Final = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}
+"""Key of `policy.hf_cfg.lora` to the key of peft's config; these are read from a folder if they are not set."""
+_OF_TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
+_OF_HEAD: Final = "base_model.model.score.weight"
+_UNSUPPORTED: Final = (
+    *("bias", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "target_parameters"),
+    *("trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "use_qalora", "kasa_config", "monteclora_config"),
+)
+"""Keys of peft's config that make it compute something other than W x + s B A x on whole linear layers, if they are set."""
+_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
+"""Beginnings of `init_lora_weights` with which peft changes the base weights when it loads the adapter."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter folder; it is read when it is first needed.
+
+    Attributes:
+        name: a folder, or a name of the hub as in `model_source`.
+    """
+
+    name: str
+
+    @cached_property
+    def path(self) -> Path:
+        """The folder. Files of the hub are downloaded unless they are in its cache.
+
+        Raises:
+            UserError: there is none.
+        """
+        folder = Path(self.name).expanduser()
+        return folder if folder.is_dir() else _from_hub(self.name)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Peft's config.
+
+        Raises:
+            UserError: it is missing or invalid.
+        """
+        file = self.path / ADAPTER_CONFIG
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            whole = " It contains a full model: use it as `policy.model_name`." if (self.path / "config.json").is_file() else ""
+            raise UserError(f"{self.name} has no {ADAPTER_CONFIG}, so it is not an adapter in peft's format.{whole}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot read {file}: {error}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{file} must contain a JSON object.")
+        return config
+
+    @cached_property
+    def header(self) -> Mapping[str, Any]:
+        """The header of the file of weights, as `safetensors_header` returns it.
+
+        Raises:
+            UserError: it is missing or invalid.
+        """
+        file = self.path / ADAPTER_WEIGHTS
+        try:
+            return safetensors_header(file)
+        except (OSError, ValueError) as error:
+            pickled = " An adapter_model.bin is not read, because a pickle can contain code: save it again with a current peft."
+            hint = pickled if (self.path / "adapter_model.bin").is_file() else ""
+            raise UserError(f"Cannot read {file}: {error}.{hint}") from error
+
+    def settings(self) -> dict[str, Any]:
+        """The values of the keys of `policy.hf_cfg.lora` that decide what the adapter computes."""
+        return {key: self.config[name] for key, name in SAVED_NAMES.items() if self.config.get(name) is not None}
+
+    def base_problem(self, model_name: str) -> str | None:
+        """Why a model is not the base of the adapter, by the digest of its weights; None if it is, or if that is not known."""
+        saved = self.base_weights
+        now = None if saved is None else weights_digest(model_name)
+        if saved is None or now in (None, saved):
+            return None
+        return (
+            f"{self.name} was trained on {self.base or 'another model'} (weights {saved}), but policy.model_name is "
+            f"{model_name}, which has other weights ({now}). Set policy.model_name to the model that it was trained on."
+        )
+
+    @property
+    def base_name(self) -> str | None:
+        """The name or path of its base model, without a revision; None if it has none."""
+        name: str | None = self.config.get("base_model_name_or_path")
+        return name
+
+    @property
+    def base(self) -> str | None:
+        """The name of its base model, with the revision."""
+        revision = self.config.get("revision")
+        return f"{self.base_name}@{revision}" if self.base_name and revision else self.base_name
+
+    @property
+    def base_weights(self) -> str | None:
+        """The digest of the weights of its base; None if the folder has none."""
+        digest: str | None = self.header.get("__metadata__", {}).get(BASE_WEIGHTS)
+        return digest
+
+    def problems(self, section: Mapping[str, Any], *, model_name: str, head: str) -> Iterator[tuple[str, str]]:
+        """Why training cannot continue from the folder, each by key of `policy.hf_cfg.lora`. Reads no tensors.
+
+        Args:
+            section: the values of `policy.hf_cfg.lora`.
+            model_name: `policy.model_name`.
+            head: head type of the model.
+        """
+        try:
+            if unsupported := ", ".join(self._unsupported(head)):
+                yield (
+                    "adapter_path",
+                    f"{self.name} has {unsupported}, which is not supported. Merge it into its base with peft.",
+                )
+                return
+            if (problem := self.base_problem(model_name)) is not None:
+                yield "adapter_path", problem
+        except UserError as error:
+            yield "adapter_path", str(error)
+            return
+        for key, saved in self.settings().items():
+            if not key.endswith("modules") and section[key] != saved:
+                there = f"`{SAVED_NAMES[key]}: {saved}`"
+                yield (
+                    key,
+                    f"{section[key]} differs from the adapter in {self.name}, which has {there}. Remove {key} to use that.",
+                )
+        layers = {match[1] for name in self.header if (match := _OF_TENSOR.fullmatch(name))}
+        targets = section["target_modules"]
+        if odd := sorted(layers - (_matching(targets, layers) - _matching(section["exclude_modules"] or [], layers))):
+            yield (
+                "target_modules",
+                f"{targets!r} does not include {odd[0]}, which the adapter in {self.name} adapts. Remove target_modules and "
+                "exclude_modules to use those of the adapter.",
+            )
+        elif isinstance(targets, list) and (unmatched := [name for name in targets if not _matching([name], layers)]):
+            yield (
+                "target_modules",
+                f"{unmatched[0]!r} is not adapted in {self.name}. Remove target_modules to use those of the adapter.",
+            )
+
+    def _unsupported(self, head: str) -> Iterator[str]:
+        """The settings and tensors that cannot be continued, in words."""
+        config = self.config
+        if (kind := config.get("peft_type")) != "LORA":
+            yield f"peft_type: {kind}"
+            return
+        modules = config.get("modules_to_save") or []
+        if modules and (head != "scalar" or modules != ["score"]):
+            yield f"modules_to_save: {modules}"
+        yield from (f"{key}: {config[key]}" for key in _UNSUPPORTED if config.get(key) not in (None, False, "none", {}, []))
+        if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+            yield f"init_lora_weights: {config['init_lora_weights']}"
+        for name, entry in self.header.items():
+            match = _OF_TENSOR.fullmatch(name)
+            is_head = match is not None and match[1].rpartition(".")[2] == "lm_head"
+            if name == "__metadata__" or (name == _OF_HEAD and modules):
+                continue
+            if match is None or is_head:
+                yield f"the tensor {name}"
+                return
+            if match[2] == "lora_A.weight" and entry["shape"][0] != config.get("r"):
+                yield f"{name} with rank {entry['shape'][0]} instead of `r: {config.get('r')}`"
+                return
+
+
+def adapter_as_model(name: str) -> str | None:
+    """What to write instead of an adapter folder as `policy.model_name`; None if the name is not that of an adapter folder."""
+    folder = Path(name).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return None
+    base = None
+    with suppress(UserError):
+        base = AdapterFolder(name).base
+    return (
+        f"{name} contains only a LoRA adapter, not a whole model. To continue it, set `policy.model_name: {base or 'BASE'}` "
+        f"and `policy.hf_cfg.lora.adapter_path: {name}`. To train all weights, merge it into its base with `rlcore convert "
+        "CHECKPOINT --to hf --merge OUTPUT`, and use OUTPUT."
+    )
+
+
+def _matching(targets: str | list[str], layers: set[str]) -> set[str]:
+    """The layers that peft would match; all for an invalid expression, which is another error."""
+    if targets == "all-linear":
+        return layers
+    if isinstance(targets, str):
+        try:
+            return {layer for layer in layers if re.fullmatch(targets, layer)}
+        except re.error:
+            return layers
+    return {layer for layer in layers if any(layer == name or layer.endswith(f".{name}") for name in targets)}
+
+
+def _from_hub(name: str) -> Path:
+    """The folder in the hub's cache with both files of an adapter."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    source, revision = model_source(name)
+    try:
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            try:
+                path = hf_hub_download(source, file, revision=revision, local_files_only=True)
+            except LocalEntryNotFoundError:
+                path = hf_hub_download(source, file, revision=revision)
+    except HFValidationError:
+        raise UserError(f"{name} does not exist. Give an adapter folder, or the name of an adapter on the hub.") from None
+    except Exception as error:
+        raise UserError(
+            f"{name} is neither a folder nor an adapter on the hub: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return Path(path).parent
