@@ -80,7 +80,9 @@ def test_a_checkpoint_of_full_weights_is_copied_unchanged(whole, tmp_path):
 
 
 def test_plain_peft_loads_the_exported_adapter(peft, adapted, tmp_path):
-    convert(adapted, tmp_path / "out", to="hf")
+    convert(adapted, tmp_path / "out", to="hf", adapter=True)
+    convert(adapted, tmp_path / "default", to="hf")
+    assert files(tmp_path / "default") == files(tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
     assert peft.PeftConfig.from_pretrained(tmp_path / "out").base_model_name_or_path == str(MODEL)
     base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
@@ -143,6 +145,16 @@ def test_the_command_lists_the_files_written(peft, adapted, tmp_path):
     assert result.stdout.endswith(
         f"Next:\n  rlcore chat {tmp_path / 'out'} --backend hf\n  rlcore serve {tmp_path / 'out'} --backend hf\n"
     )
+
+
+def test_only_an_adapter_can_be_exported_as_an_adapter(whole, tmp_path):
+    result = rlcore("convert", whole, tmp_path / "out", "--to", "hf", "--adapter")
+    assert (result.returncode, result.stdout) == (2, "")
+    said = " ".join(result.stderr.split())
+    assert "contains the weights of a full model and no adapter. Convert it without --adapter." in said
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"--adapter writes only the adapter, and --merge a full model\. Use one of them"):
+        convert(whole, tmp_path / "out", to="hf", adapter=True, merge=True)
 
 
 def test_the_command_exits_with_code_2_if_conversion_is_impossible(tmp_path):

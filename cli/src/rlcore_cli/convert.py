@@ -31,6 +31,9 @@ def convert(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge LoRA adapters into the base model and write a full model.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the LoRA adapter; an error if the checkpoint has none.")
+    ] = False,
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
     model: Annotated[str | None, typer.Option(help="Path of the initial model of the run, if it has moved.")] = None,
     allow_config_change: Annotated[
@@ -65,6 +68,7 @@ def convert(
         rlcore convert sums sums-model
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
+        rlcore convert runs/sums/checkpoints/step_000120 --to hf --adapter sums-adapter
         rlcore convert runs/sums sums-model --best --push acme/sums-model
     """
     from rl_train.run_folders.checkpoint_paths import step_folder
@@ -83,6 +87,7 @@ def convert(
         output,
         to=to,
         merge=merge,
+        adapter=adapter,
         model=model,
         trust=trust_checkpoint,
         allow_config_change=allow_config_change,

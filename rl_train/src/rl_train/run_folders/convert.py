@@ -54,6 +54,7 @@ def convert(
     *,
     to: str,
     merge: bool = False,
+    adapter: bool = False,
     model: str | None = None,
     trust: bool = False,
     allow_config_change: bool = False,
@@ -66,6 +67,7 @@ def convert(
         output: a folder that does not exist yet, or is empty.
         to: the format.
         merge: merge adapters into the base weights.
+        adapter: require a checkpoint of adapters, which are written unmerged.
         model: current path of the base model, if it was moved.
         trust: allow code that the checkpoint's config names: a policy backend given by its path, or a model with
             `trust_remote_code`.
@@ -74,10 +76,15 @@ def convert(
 
     Raises:
         CheckpointError: `checkpoint` is not a checkpoint, or is corrupt; or adapters would be merged into other weights.
-        UserError: `output` exists, is inside `checkpoint` or cannot be written, or the backend does not support the format.
+        UserError: `output` exists, is inside `checkpoint` or cannot be written, the backend does not support the format, or
+            there is no adapter.
     """
+    if adapter and merge:
+        raise UserError("--adapter writes only the adapter, and --merge a full model. Use one of them.")
     registry = registry if registry is not None else Registry(discover())
     source, policy = _source(checkpoint)
+    if adapter and not (source / "adapter_config.json").is_file():
+        raise UserError(f"{checkpoint} contains the weights of a full model and no adapter. Convert it without --adapter.")
     if not trust:
         _reject_untrusted_code(checkpoint, policy, merge=merge)
         policy = _without_remote_code(policy)
