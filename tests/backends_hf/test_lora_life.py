@@ -17,6 +17,8 @@ from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.model_digests import weights_digest
 from rl_core.errors import ConfigError, UserError
 from rl_train.config.loader import load_config
+from rl_train.launch.train import train as launch
+from rl_train.run_folders.convert import convert
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"
@@ -280,3 +282,67 @@ def test_an_adapter_folder_as_model_is_an_error_with_the_keys_to_write(peft, tmp
     folder = tmp_path / "adapter"
     keys = f"set `policy.model_name: {MODEL}` and `policy.hf_cfg.lora.adapter_path: {folder}`"
     assert f"{folder} contains only a LoRA adapter, not a whole model. To continue it, {keys}" in str(refused.value)
+
+
+TEACHER = {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16}
+POLICY = {**TEACHER, "optimizer": ADAM}
+SAMPLING = {**POLICY, "generation": {"backend": "hf", "max_new_tokens": 5}}
+SUMS = {"dataset_name": "arithmetic", "num_samples": 64, "min_digits": 2}
+PAIRS = {"dataset_name": "preference", "path": str(ROOT / "examples" / "addition" / "preferences" / "train.jsonl")}
+RUNS = {
+    "sft": {"sft": {"global_batch_size": 8}, "policy": POLICY, "data": {"train": {**SUMS, "with_response": True}}},
+    "dpo": {"dpo": {"global_batch_size": 8}, "policy": POLICY, "data": {"train": PAIRS}},
+    "rm": {"rm": {"global_batch_size": 8}, "policy": POLICY, "data": {"train": PAIRS}},
+    "distillation": {
+        "distillation": {"num_prompts_per_step": 8},
+        "loss_fn": {"topk": 8},
+        "teacher": TEACHER,
+        "policy": SAMPLING,
+        "data": {"train": SUMS},
+    },
+    "grpo": {
+        "grpo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 4, "val_at_start": True},
+        "policy": SAMPLING,
+        "env": {"arithmetic": {}},
+        "data": {"train": SUMS, "validation": {**SUMS, "split": "validation"}},
+    },
+}
+
+
+def run_of(folder, algorithm, num_steps, *overrides):
+    """The checkpoint of a run in this process, which resumes the run of the folder if there is one."""
+    folder.mkdir(exist_ok=True)
+    common = {"cluster": {"backend": "in_process"}, "checkpointing": {"save_period": 1}}
+    config = {**RUNS[algorithm], **common, "logger": {"log_dir": str(folder / "runs"), "run_name": "run"}}
+    (folder / "run.yaml").write_text(json.dumps(config))
+    finished = launch(folder / "run.yaml", [f"{algorithm}.max_num_steps={num_steps}", *overrides], console=False)
+    return finished.folder / "checkpoints" / f"step_{num_steps:06d}"
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["sft", "dpo", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rm", "distillation"))]
+)
+def test_a_run_that_continues_an_adapter_resumes_and_exports(peft, tmp_path, algorithm):
+    first = run_of(tmp_path / "first", "rm" if algorithm == "rm" else "sft", 1, "++policy.hf_cfg.lora.rank=2")
+    start = load_file(first / "policy" / "weights" / "adapter_model.safetensors")
+    continued = f"++policy.hf_cfg.lora.adapter_path={first / 'policy' / 'weights'}"
+    straight = run_of(tmp_path / "straight", algorithm, 2, continued)
+    run_of(tmp_path / "resumed", algorithm, 1, continued)
+    resumed = run_of(tmp_path / "resumed", algorithm, 2, continued)
+    convert(resumed, tmp_path / "out", to="hf", adapter=True)
+    saved = load_file(straight / "policy" / "weights" / "adapter_model.safetensors")
+    exported = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert saved.keys() == exported.keys() == start.keys()
+    assert [name for name in saved if not torch.equal(saved[name], exported[name])] == []
+    assert [name for name in start if torch.equal(start[name], saved[name])] == []
+    assert all((tensor - start[name]).abs().max() < 0.05 for name, tensor in saved.items()), "two steps of 0.01 from the start"
+
+
+def test_the_engine_of_a_run_that_continues_an_adapter_samples_with_it_before_the_first_step(peft, tmp_path):
+    first = run_of(tmp_path / "first", "grpo", 2, "++policy.hf_cfg.lora.rank=8", "grpo.val_at_end=true")
+    run_of(tmp_path / "second", "grpo", 1, f"++policy.hf_cfg.lora.adapter_path={first / 'policy' / 'weights'}")
+    found = {}
+    for name in ("first", "second"):
+        lines = (tmp_path / name / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+        found[name] = [step["validation/reward"] for step in map(json.loads, lines) if "validation/reward" in step]
+    assert found["first"][0] != found["first"][-1] == found["second"][0]
