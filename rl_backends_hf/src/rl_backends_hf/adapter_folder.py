@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from rl_core.data.hub import model_source
-from rl_core.data.model_digests import safetensors_header, weights_digest
+from rl_core.data.model_digests import ADAPTER_WEIGHTS, recorded_base, safetensors_header, weights_digest
 from rl_core.errors import UserError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-BASE_WEIGHTS: Final = "base_weights"
-"""Name of the base's digest in the metadata of the weights' file. peft would warn of an unknown key in its config."""
 SAVED_NAMES: Final = {
     "rank": "r",
     "alpha": "lora_alpha",
@@ -99,7 +96,7 @@ class AdapterFolder:
 
     def base_problem(self, model_name: str) -> str | None:
         """Why a model is not the base of the adapter, by the digest of its weights; None if it is, or if that is not known."""
-        saved = self.base_weights
+        saved = recorded_base(self.path)
         now = None if saved is None else weights_digest(model_name)
         if saved is None or now in (None, saved):
             return None
@@ -119,12 +116,6 @@ class AdapterFolder:
         """The name of its base model, with the revision."""
         revision = self.config.get("revision")
         return f"{self.base_name}@{revision}" if self.base_name and revision else self.base_name
-
-    @property
-    def base_weights(self) -> str | None:
-        """The digest of the weights of its base; None if the folder has none."""
-        digest: str | None = self.header.get("__metadata__", {}).get(BASE_WEIGHTS)
-        return digest
 
     def problems(self, section: Mapping[str, Any], *, model_name: str, head: str) -> Iterator[tuple[str, str]]:
         """Why training cannot continue from the folder, each by key of `policy.hf_cfg.lora`. Reads no tensors.

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rl_backends_hf.adapter_folder import ADAPTER_CONFIG
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.weights_folder import WholeModel
 from rl_core.config.section import model_files
+from rl_core.data.model_digests import ADAPTER_WEIGHTS
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.conversion import Conversion
 

@@ -181,3 +181,17 @@ def test_adapters_are_merged_only_into_the_weights_that_they_were_trained_on(pro
         convert(checkpoint, tmp_path / "other", to="hf", merge=True, model=str(project / "model"))
     assert not (tmp_path / "other").exists()
     convert(checkpoint, tmp_path / "other", to="hf", merge=True, model=str(project / "model"), allow_config_change=True)
+
+
+def test_adapters_trained_on_a_model_of_the_hub_are_not_merged_into_a_folder_with_other_weights(project, tmp_path):
+    checkpoint = project / "runs" / "run" / "checkpoints" / "step_000001"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["inputs"]["policy.model_name"] = {"the commit of the hub": "a" * 40}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    write_manifest(checkpoint, step=1, metrics={})
+    convert(checkpoint, tmp_path / "same", to="hf", merge=True, model=str(project / "model"))
+    change_tensor(project / "model")
+    with pytest.raises(
+        CheckpointError, match=r"other weights than \S+ has now: their digest is xxh3:\w+ instead of xxh3:\w+\."
+    ):
+        convert(checkpoint, tmp_path / "other", to="hf", merge=True, model=str(project / "model"))

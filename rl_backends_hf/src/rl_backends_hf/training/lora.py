@@ -28,13 +28,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS, AdapterFolder
+from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import LORA_A, LORA_B, LORA_SCALE, Head, RefitManifest, dtype_name, manifest_of, weights_of
 from rl_core.data.hub import model_source
-from rl_core.data.model_digests import weights_digest
+from rl_core.data.model_digests import ADAPTER_WEIGHTS, BASE_WEIGHTS, recorded_base, weights_digest
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
 _log = logging.getLogger("rlcore")
@@ -199,7 +199,7 @@ class LoraAdapters:
         head = "tokens" if self._head is None else "scalar"
         for key, problem in folder.problems(config.model_dump(), model_name=self._base, head=head):
             raise UserError(f"`policy.hf_cfg.lora.{key}`: {problem}", key=f"policy.hf_cfg.lora.{key}")
-        if (own := self._settings.base_model_name_or_path) != folder.base_name and folder.base_weights is None:
+        if (own := self._settings.base_model_name_or_path) != folder.base_name and recorded_base(folder.path) is None:
             _log.warning("The adapter in %s names %s as its base, and is trained on %s.", folder.name, folder.base_name, own)
         try:
             self.load(folder.path, head_is_optional=True)

@@ -14,6 +14,10 @@ import xxhash
 from rl_core.config.section import model_files
 from rl_core.data.hub import model_source
 
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+"""The file of weights in an adapter folder of peft's format."""
+BASE_WEIGHTS: Final = "base_weights"
+"""Name of the digest of the base's weights in the metadata of that file. peft would warn of an unknown key in its config."""
 _WHOLE: Final = 1 << 30
 """Bytes of a model or file, 0.2 CPU-seconds: of a larger one, only blocks of each tensor or file are read."""
 _JSON: Final = (
@@ -61,6 +65,17 @@ def weights_digest(name: str) -> str | None:
     digests = {} if location is None else base_weights(path_digests(str(location)))
     lines = sorted(f"{tensor}={digest}\n" for tensor, digest in digests.items() if not tensor.endswith((".json", ".py")))
     return f"xxh3:{xxhash.xxh3_128_hexdigest(''.join(lines).encode())}" if lines else None
+
+
+def recorded_base(adapter: Path) -> str | None:
+    """The `weights_digest` of the base that an adapter folder was trained on; None if it has none.
+
+    Raises:
+        OSError: its file of weights cannot be read.
+        ValueError: that is not a safetensors file.
+    """
+    digest: str | None = safetensors_header(adapter / ADAPTER_WEIGHTS).get("__metadata__", {}).get(BASE_WEIGHTS)
+    return digest
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:

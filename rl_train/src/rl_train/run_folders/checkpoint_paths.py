@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import model_files
 from rl_core.data.loaded_model import check_files
-from rl_core.data.model_digests import base_weights, path_digests
+from rl_core.data.model_digests import base_weights, path_digests, recorded_base, weights_digest
 from rl_core.errors import CheckpointError
 from rl_core.plugins.component import did_you_mean
 from rl_train.checkpoints.inputs import input_changes, inputs_in
@@ -70,16 +71,24 @@ def other_base(checkpoint: Path, base: str) -> str | None:
     """Why a model is not the one that the adapters of a checkpoint were trained on; None if it is, or it has no adapters."""
     key = "policy.model_name"
     has_adapters = not (checkpoint / "policy" / "weights" / MODEL_FILE).is_file() and not (checkpoint / MODEL_FILE).is_file()
-    then = inputs_in(read_state(checkpoint)).get(key, {}) if has_adapters else {}
-    if not then:
+    if not has_adapters:
         return None
-    now = path_digests(base)
-    changes = input_changes({key: base_weights(then)}, {key: base_weights(now)})
-    # A copy of a model of the hub's cache cannot be compared with its commit.
-    is_other = changes and then.keys() & now.keys()
+    then, now = inputs_in(read_state(checkpoint)).get(key, {}), path_digests(base)
+    changes = input_changes({key: base_weights(then)}, {key: base_weights(now)}).get(key)
+    if not then.keys() & now.keys():  # such as the commit of the hub and the tensors of a copy
+        saved, here = _recorded_base(checkpoint / "policy" / "weights"), weights_digest(base)
+        changes = f"their digest is {here} instead of {saved}" if None not in (saved, here) and saved != here else None
     return (
-        f"The adapters of {checkpoint} were trained on other weights than {base} has now: {changes[key]}." if is_other else None
+        None
+        if changes is None
+        else f"The adapters of {checkpoint} were trained on other weights than {base} has now: {changes}."
     )
+
+
+def _recorded_base(weights: Path) -> str | None:
+    with suppress(OSError, ValueError):  # reported when the weights are loaded
+        return recorded_base(weights)
+    return None
 
 
 def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
