@@ -113,7 +113,7 @@ def test_a_continued_run_equals_one_that_loads_the_weights_of_the_checkpoint(par
     assert all(torch.equal(tensor, adapters_of(loaded)[name]) for name, tensor in adapters_of(continued).items())
 
 
-def test_a_scalar_head_is_continued_with_its_adapter_and_starts_anew_with_the_adapter_of_a_policy(
+def test_a_scalar_head_is_continued_with_its_adapter_and_starts_at_zero_with_the_adapter_of_a_policy(
     peft, parts, model_folder, start, tmp_path
 ):
     fields = {"head": "scalar"}
@@ -125,10 +125,10 @@ def test_a_scalar_head_is_continued_with_its_adapter_and_starts_anew_with_the_ad
     continued = start(lora={"adapter_path": str(tmp_path / "scalar")}, **fields)
     assert torch.equal(continued.get_values(rows)["values"], first.get_values(rows)["values"])
     peft_folder(peft, model_folder("llama-tied"), tmp_path / "tokens")
-    anew = start(lora={"adapter_path": str(tmp_path / "tokens")}, **fields)
-    assert not anew.get_values(rows)["values"].any()
+    new = start(lora={"adapter_path": str(tmp_path / "tokens")}, **fields)
+    assert not new.get_values(rows)["values"].any()
     saved = load_file(tmp_path / "tokens" / "adapter_model.safetensors")
-    for name, tensor in anew._adapters._tensors().items():
+    for name, tensor in new._adapters._tensors().items():
         assert name not in saved or torch.equal(tensor, saved[name])
     with pytest.raises(UserError, match=r"adapter_path`: .* has modules_to_save: \['score'\], which is not supported"):
         start(lora={"adapter_path": str(tmp_path / "scalar")})
@@ -207,7 +207,7 @@ def test_a_folder_that_is_missing_incomplete_or_a_model_is_an_error_with_its_key
     key = r"policy\.hf_cfg\.lora\.adapter_path"
     with pytest.raises(ConfigError, match=rf"{key}.*does not exist"):
         load_config(config_of(tmp_path, adapter_path="./adapter"))
-    with pytest.raises(ConfigError, match=rf"{key}.*acme/adapter is neither a folder nor an adapter on the hub"):
+    with pytest.raises(ConfigError, match=rf"{key}.*acme/adapter is neither an adapter folder nor an adapter on the hub"):
         load_config(config_of(tmp_path, adapter_path="acme/adapter"))
     with pytest.raises(ConfigError, match=rf"{key}.*is not an adapter in peft's format. It contains a full model: use it as"):
         load_config(config_of(tmp_path, adapter_path=str(MODEL)))

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from rl_core.data.hub import model_source
+from rl_core.data.hub import model_source, require_model
 from rl_core.data.model_digests import ADAPTER_WEIGHTS, recorded_base, safetensors_header, weights_digest
 from rl_core.errors import UserError
 
@@ -211,21 +211,18 @@ def _matching(targets: str | list[str], layers: set[str]) -> set[str]:
 
 
 def _from_hub(name: str) -> Path:
-    """The folder in the hub's cache with both files of an adapter."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    """The folder in the hub's cache with both files of an adapter, which are downloaded if they are not there."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     source, revision = model_source(name)
+    path = ""
     try:
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            try:
-                path = hf_hub_download(source, file, revision=revision, local_files_only=True)
-            except LocalEntryNotFoundError:
-                path = hf_hub_download(source, file, revision=revision)
-    except HFValidationError:
-        raise UserError(f"{name} does not exist. Give an adapter folder, or the name of an adapter on the hub.") from None
+            cached = try_to_load_from_cache(source, file, revision=revision)
+            if not isinstance(cached, str):
+                require_model(name, query_cached=True)
+            path = cached if isinstance(cached, str) else hf_hub_download(source, file, revision=revision)
     except Exception as error:
-        raise UserError(
-            f"{name} is neither a folder nor an adapter on the hub: {str(error).strip().splitlines()[0]}"
-        ) from error
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(f"{name} is neither an adapter folder nor an adapter on the hub: {reason}.") from error
     return Path(path).parent
