@@ -211,6 +211,15 @@ def test_a_folder_that_is_missing_incomplete_or_a_model_is_an_error_with_its_key
         load_config(config_of(tmp_path, adapter_path="acme/adapter"))
     with pytest.raises(ConfigError, match=rf"{key}.*is not an adapter in peft's format. It contains a full model: use it as"):
         load_config(config_of(tmp_path, adapter_path=str(MODEL)))
+    weights = tmp_path / "run" / "checkpoints" / "step_000002" / "policy" / "weights"
+    peft_folder(peft, MODEL, weights)
+    with pytest.raises(
+        ConfigError, match=rf"{key}.*has no adapter_config\.json.* The weights of a checkpoint are in {weights}"
+    ):
+        load_config(config_of(tmp_path, adapter_path="run"))
+    (weights / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(ConfigError, match=rf"{key}.*Cannot read \S+: it has no header of safetensors"):
+        load_config(config_of(tmp_path, adapter_path=str(weights)))
     peft_folder(peft, MODEL, tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(ConfigError, match=rf"{key}.*An adapter_model\.bin is not read"):

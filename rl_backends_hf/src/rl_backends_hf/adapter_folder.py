@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from rl_core.config.section import checkpoint_hint
 from rl_core.data.hub import model_source, require_model
 from rl_core.data.model_digests import ADAPTER_WEIGHTS, recorded_base, safetensors_header, weights_digest
 from rl_core.errors import UserError
@@ -58,7 +59,7 @@ class AdapterFolder:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Peft's config.
+        """The config that peft wrote.
 
         Raises:
             UserError: it is missing or invalid.
@@ -67,8 +68,10 @@ class AdapterFolder:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            whole = " It contains a full model: use it as `policy.model_name`." if (self.path / "config.json").is_file() else ""
-            raise UserError(f"{self.name} has no {ADAPTER_CONFIG}, so it is not an adapter in peft's format.{whole}") from error
+            is_whole = (self.path / "config.json").is_file()
+            whole = " It contains a full model: use it as `policy.model_name`."
+            hint = whole if is_whole else checkpoint_hint(self.path, file=ADAPTER_CONFIG)
+            raise UserError(f"{self.name} has no {ADAPTER_CONFIG}, so it is not an adapter in peft's format.{hint}") from error
         except (OSError, ValueError) as error:
             raise UserError(f"Cannot read {file}: {error}") from error
         if not isinstance(config, dict):
@@ -76,16 +79,17 @@ class AdapterFolder:
         return config
 
     @cached_property
-    def header(self) -> Mapping[str, Any]:
-        """The header of the file of weights, as `safetensors_header` returns it.
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name to shape of each tensor in the file of weights.
 
         Raises:
             UserError: it is missing or invalid.
         """
         file = self.path / ADAPTER_WEIGHTS
         try:
-            return safetensors_header(file)
-        except (OSError, ValueError) as error:
+            header = safetensors_header(file)
+            return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             pickled = " An adapter_model.bin is not read, because a pickle can contain code: save it again with a current peft."
             hint = pickled if (self.path / "adapter_model.bin").is_file() else ""
             raise UserError(f"Cannot read {file}: {error}.{hint}") from error
@@ -144,7 +148,7 @@ class AdapterFolder:
                     key,
                     f"{section[key]} differs from the adapter in {self.name}, which has {there}. Remove {key} to use that.",
                 )
-        layers = {match[1] for name in self.header if (match := _OF_TENSOR.fullmatch(name))}
+        layers = {match[1] for name in self.shapes if (match := _OF_TENSOR.fullmatch(name))}
         targets = section["target_modules"]
         if odd := sorted(layers - (_matching(targets, layers) - _matching(section["exclude_modules"] or [], layers))):
             yield (
@@ -170,16 +174,16 @@ class AdapterFolder:
         yield from (f"{key}: {config[key]}" for key in _UNSUPPORTED if config.get(key) not in (None, False, "none", {}, []))
         if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
             yield f"init_lora_weights: {config['init_lora_weights']}"
-        for name, entry in self.header.items():
+        for name, shape in self.shapes.items():
             match = _OF_TENSOR.fullmatch(name)
             is_head = match is not None and match[1].rpartition(".")[2] == "lm_head"
-            if name == "__metadata__" or (name == _OF_HEAD and modules):
+            if name == _OF_HEAD and modules:
                 continue
             if match is None or is_head:
                 yield f"the tensor {name}"
                 return
-            if match[2] == "lora_A.weight" and entry["shape"][0] != config.get("r"):
-                yield f"{name} with rank {entry['shape'][0]} instead of `r: {config.get('r')}`"
+            if match[2] == "lora_A.weight" and shape[:1] != (config.get("r"),):
+                yield f"{name} with rank {shape[0]} instead of `r: {config.get('r')}`"
                 return
 
 

@@ -193,14 +193,19 @@ def model_path_problem(name_or_path: str) -> str | None:
                 f"{name_or_path} contains only a LoRA adapter, not a whole model. Merge it into its base with `rlcore "
                 "convert CHECKPOINT --to hf --merge OUTPUT` and use OUTPUT."
             )
-        return f"{name_or_path} has no config.json, so it is not a model folder.{_checkpoint_hint(path)}"
+        return f"{name_or_path} has no config.json, so it is not a model folder.{checkpoint_hint(path)}"
     return None
 
 
-def _checkpoint_hint(path: Path) -> str:
-    """Where a model is in the folder: the last checkpoint of a run, or a folder at most three levels below."""
+def checkpoint_hint(path: Path, *, file: str = "config.json") -> str:
+    """Where a model is in the folder: the last checkpoint of a run, or a folder at most three levels below.
+
+    Args:
+        path: a folder.
+        file: name of a file that the folder of the model has.
+    """
     for pattern in ("policy/weights", "*/policy/weights", "checkpoints/*/policy/weights", "*", "*/*", "*/*/*"):
-        if inner := sorted(path.glob(f"{pattern}/config.json")):
+        if inner := sorted(path.glob(f"{pattern}/{file}")):
             return f" {'The weights of a checkpoint are' if 'policy' in pattern else 'A model is'} in {inner[-1].parent}."
     return " Use a folder written by `save_pretrained` or `rlcore convert`."
 

@@ -90,8 +90,10 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
-            raise ValueError(f"{path} has no header of safetensors")
-        header: dict[str, Any] = json.loads(file.read(length))
+            raise ValueError("it has no header of safetensors")
+        header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("it has no header of safetensors")
         return header
 
 
