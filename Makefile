@@ -101,7 +101,7 @@ $(VENV)/.installed: $(DESCRIPTIONS)
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	$(PIP) install $(LIMITS) --group dev
-	$(PIP) install $(LIMITS) --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e '$(VLLM)' -e rl_backends_openai -e rl_serve
+	$(PIP) install $(LIMITS) --no-build-isolation -e 'rl_backends_hf[lora,quantized]' -e rl_backends_megatron -e '$(VLLM)' -e rl_backends_openai -e rl_serve
 	$(PIP) install $(LIMITS) reasoning-gym smolagents gymnasium textarena skyrl-gym websockets
 	# Not where Transformers finds it: it would import torchao in every process, which takes seconds and prints warnings.
 	$(PIP) install $(LIMITS) --no-deps --upgrade --target $(VENV)/torchao torchao

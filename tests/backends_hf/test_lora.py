@@ -546,8 +546,6 @@ def test_modules_that_cannot_be_adapted_are_explained(start, lora, says):
         ({"lora": {"dropout": 1.0}}, "less than 1"),
         ({"lora": {"target_modules": []}}, "nothing would be trained"),
         ({"lora": {}, "data_parallel": "fsdp2"}, "lora requires data_parallel: replicate"),
-        ({"lora": {}, "load_in_4bit": True}, "lora and load_in_4bit cannot be combined"),
-        ({"lora": {}, "load_in_8bit": True}, "lora and load_in_8bit cannot be combined"),
     ],
 )
 def test_an_invalid_section_is_an_error_with_a_reason(hf, says):

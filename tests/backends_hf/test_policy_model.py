@@ -150,9 +150,9 @@ def test_an_unreachable_hub_is_an_immediate_error_that_lists_what_was_tried(monk
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
-@pytest.mark.parametrize(("option", "value"), [("load_in_8bit", True), ("load_in_4bit", True), ("device_map", "cuda")])
+@pytest.mark.parametrize(("option", "value"), [("device_map", "cuda")])
 def test_settings_that_need_a_gpu_are_rejected_before_loading(option, value):
-    with pytest.raises(UserError, match=rf"`{option}.*needs (a CUDA GPU|bitsandbytes)"):
+    with pytest.raises(UserError, match=rf"`{option}.*needs a CUDA GPU"):
         load("/no/such/folder", **{option: value})
 
 
@@ -162,9 +162,9 @@ def test_quantisation_without_bitsandbytes_names_the_package(monkeypatch, model_
         load(model_folder("llama"), load_in_8bit=True)
 
 
-def test_quantised_weights_are_scored_and_not_trained(parts, model_folder, monkeypatch):
-    monkeypatch.setattr("rl_backends_hf.training.worker.is_quantized", lambda model: True)
-    worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama")))
+def test_quantised_weights_are_scored_and_not_trained(parts, model_folder):
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quantized` of rl-backends-hf")
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama"), hf={"load_in_8bit": True}))
     worker.setup()
     rows = parts.make_rows()
     assert worker.get_logprobs(rows)["logprobs"].shape == rows["input_ids"].shape

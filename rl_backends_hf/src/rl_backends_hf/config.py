@@ -66,6 +66,12 @@ class HFPolicyConfig(PolicyConfig):
             )
         lora = self.hf_cfg.lora
         if lora is None:
+            if (key := self.hf_cfg.quantized_by) is not None and not self.frozen:
+                yield (
+                    ("hf_cfg", key),
+                    "all weights are trained, but quantized weights have no gradients. Train adapters with hf_cfg.lora, or "
+                    f"remove {key}.",
+                )
             return
         at = ("hf_cfg", "lora")
         if self.python is None and (reason := unmet_needs(("peft>=0.21",))) is not None:
@@ -92,10 +98,12 @@ class HFPolicyConfig(PolicyConfig):
         """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
         from rl_backends_hf.lora_targets import check_targets
         from rl_backends_hf.model import length_dependent_rope, model_without_weights
+        from rl_backends_hf.quantized import layers_to_quantize
 
         if self.python is not None:
             return
         model = model_without_weights(self.model_name, options=self.hf_cfg, head=self.head)
+        layers_to_quantize(model, self.hf_cfg)
         if self.hf_cfg.lora is not None:
             check_targets(model, self.hf_cfg.lora, head=self.head)
         if (problem := length_dependent_rope(model, self.max_total_sequence_length)) is not None:

@@ -29,15 +29,13 @@ def check_options(options: HFModelConfig, name: str) -> None:
     Raises:
         UserError: a library or a GPU is missing, or the model would be spread over several GPUs.
     """
-    for key in ("load_in_8bit", "load_in_4bit"):
-        if not getattr(options, key):
-            continue
+    if (key := options.quantized_by) is not None:
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError(NEEDS_BITSANDBYTES.format(key=key), key=key)
-        if not torch.cuda.is_available():
+        if Path(name).suffix == ".gguf":
             raise UserError(
-                f"`{key}` needs a CUDA GPU, but torch {torch.__version__} finds none. Load {name} without `{key}`; "
-                "`precision: bfloat16` needs half the memory of float32 on any device.",
+                f"`{key}`: {name} is a GGUF file, whose weights are dequantized when it is loaded. Use the "
+                "folder of the model that the file was made from.",
                 key=key,
             )
     _check_device_map(options.device_map)

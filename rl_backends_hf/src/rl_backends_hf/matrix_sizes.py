@@ -7,6 +7,7 @@ from collections import Counter
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 
 _EXPERT_AXES = 3
@@ -25,14 +26,16 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     head = getattr(model.get_output_embeddings(), "weight", None)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     sizes: Counter[str] = Counter()
+    packed = {layer.weight: layer.form() for layer in model.modules() if isinstance(layer, QuantizedLinear)}
     for parameter in model.parameters():
+        weight = packed.get(parameter, parameter)
         kind = "trained" if parameter.requires_grad else "frozen"
         if head is not None and parameter is head:
             sizes[f"{kind}_head"] += parameter.numel()
         elif parameter.ndim > 1 and id(parameter) not in embeddings:
             experts = parameter.shape[0] if parameter.ndim == _EXPERT_AXES else 1
             chosen = getattr(config, "num_experts_per_tok", None) or 1
-            sizes[kind] += parameter.numel() * min(chosen, experts) // experts
+            sizes[kind] += weight.numel() * min(chosen, experts) // experts
     return {**sizes, "attention": sum(map(_attention_width, config_of_each_layer(config)))}
 
 

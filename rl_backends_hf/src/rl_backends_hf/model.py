@@ -24,6 +24,7 @@ from rl_backends_base.shards import copy_from_files
 from rl_backends_hf.adapter_folder import adapter_as_model
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.quantized import layers_to_quantize, quantization_of, use_dequantized_products
 from rl_backends_hf.scoring.scoring_model import init_head, prepare_head
 from rl_backends_hf.transformers_internals import attention_of, checkpoint_layers, names_of_layers
 from rl_core.backend import Head, check_loaded, exact_attention, report_as_error
@@ -181,10 +182,9 @@ def _load_as_stored(
     }
     if options.device_map is not None:
         arguments["device_map"] = options.device_map
-    if options.load_in_8bit or options.load_in_4bit:
-        arguments["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_8bit=options.load_in_8bit, load_in_4bit=options.load_in_4bit, bnb_4bit_compute_dtype=dtype
-        )
+    if options.quantized_by is not None:
+        layers_to_quantize(model_without_weights(name, options=options, head=head), options)
+        arguments["quantization_config"] = quantization_of(options, dtype)
         arguments.setdefault("device_map", {"": device})
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -194,6 +194,8 @@ def _load_as_stored(
     check_loaded(model, report, name=name)
     if report["missing_keys"]:
         init_head(model)
+    if options.quantized_by is not None:
+        use_dequantized_products(model)
     if "device_map" not in arguments:
         model.to(device)
     if model.device.type == "cpu":
@@ -261,11 +263,6 @@ def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head
         return {}
     on_cpu = options.model_copy(update={"device_map": None})
     return dict(load_model(name, options=on_cpu, dtype=torch.float32, head=head).named_parameters())
-
-
-def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether weights are quantized, so that an optimizer cannot update them."""
-    return bool(getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False))
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

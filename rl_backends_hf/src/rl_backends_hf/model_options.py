@@ -19,6 +19,15 @@ NEEDS_PEFT: Final = (
 )
 
 
+class QuantizationConfig(Section):
+    """Details of `load_in_4bit`."""
+
+    type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values of 4 bits: `nf4`, quantiles of a normal distribution, or `fp4`, floating-point numbers."""
+    double: bool = False
+    """Whether to quantize the scales, too, one per 64 weights, which saves 0.37 bits per weight and costs accuracy."""
+
+
 class HFModelConfig(Section):
     """How a Transformers model is loaded."""
 
@@ -31,9 +40,11 @@ class HFModelConfig(Section):
     """`auto`, `cpu`, `cuda` or a device map of Transformers; defaults to the device of the rank. A map over several GPUs is
     refused."""
     load_in_8bit: bool = False
-    """Whether to quantize frozen weights to 8 bits (bitsandbytes, GPU)."""
+    """Whether to quantize linear layers, which are then frozen, to 8 bits (bitsandbytes). Train adapters with `lora`."""
     load_in_4bit: bool = False
-    """Whether to quantize frozen weights to 4 bits (bitsandbytes, GPU)."""
+    """Whether to quantize linear layers, which are then frozen, to 4 bits (bitsandbytes). Train adapters with `lora`."""
+    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
+    """Details of `load_in_4bit`."""
     config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config to replace, such as `attention_dropout`."""
 
@@ -41,7 +52,14 @@ class HFModelConfig(Section):
     def _check_quantization(self) -> HFModelConfig:
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit and load_in_4bit cannot be combined: set only one of them")
+        if self.quantization != QuantizationConfig() and not self.load_in_4bit:
+            raise ValueError("quantization has no effect without load_in_4bit: true. Set that, or remove quantization")
         return self
+
+    @property
+    def quantized_by(self) -> str | None:
+        """The key that quantizes the weights, if one is set."""
+        return next((key for key in ("load_in_4bit", "load_in_8bit") if getattr(self, key)), None)
 
 
 _OTHER_NAMES: Final = {
@@ -148,10 +166,4 @@ class HFConfig(HFModelConfig):
                 "lora requires data_parallel: replicate, because each refit merges adapters into unsharded weights; the "
                 "gradients and optimizer state that fsdp2 would shard are small with lora"
             )
-        for key in ("load_in_4bit", "load_in_8bit"):
-            if getattr(self, key):
-                raise ValueError(
-                    f"lora and {key} cannot be combined: a refit sends W + B A in full precision, which cannot be computed "
-                    f"from a quantized W. Remove {key}; policy.precision: bfloat16 halves the memory of the base model"
-                )
         return self

@@ -27,6 +27,7 @@ from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.quantized import layers_to_quantize, quantized_bytes
 from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
@@ -93,7 +94,7 @@ class PolicyMemory:
 
     def matrix_sizes(self) -> dict[str, float]:
         config = self._config
-        if config.hf_cfg.load_in_4bit or config.hf_cfg.load_in_8bit:
+        if config.hf_cfg.quantized_by is not None:
             raise NotSupportedError("the speed of quantized weights is unknown")
         return matrix_sizes(_adapted(config))
 
@@ -113,14 +114,16 @@ class PolicyMemory:
         forward = _Pass(training=False, float32_products=in_float32, shards=shards, gloo=not on_gpu)
         weights, trained = _sizes(config)
         held = _state(config, weights, trained, ranks=ranks)
+        saved, largest = _quantization(config)
+        held["weights"] -= saved
         gradients = held.pop("gradients", 0)
         if reference and config.hf_cfg.lora is None:
             held["reference weights"] = DTYPES[config.dtype_name].itemsize * weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
-            phases["score"] = _traced(config, *score, forward)
+            phases["score"] = _traced(config, *score, forward) | largest
         if train is not None and trained:
-            traced = _traced(config, *train, replace(forward, training=True))
+            traced = _traced(config, *train, replace(forward, training=True)) | largest
             # The gradients of the first microbatch exist while the next ones are computed; with FSDP2, all exist when it
             # gathers the most, at the end of the backward pass.
             phases["train"] = traced | ({"gradients": gradients} if several or shards > 1 else {})
@@ -141,11 +144,9 @@ class PolicyMemory:
         return self._config.hf_cfg.lora is None or (engine is not None and engine.lora == "adapter")
 
     def not_counted(self) -> list[str]:
-        hf, left_out = self._config.hf_cfg, []
+        left_out = []
         if self._config.optimizer.name not in _STATE_BYTES:
             left_out.append(f"state of the optimizer {self._config.optimizer.name}")
-        if hf.load_in_4bit or hf.load_in_8bit:
-            left_out.append("quantization: weights are counted as if they were not quantized")
         return left_out
 
     def saving_overrides(self) -> list[str]:
@@ -210,6 +211,15 @@ def _sizes(config: HFPolicyConfig) -> tuple[int, int]:
     parameters = [*_adapted(config).parameters()]
     trained = 0 if config.frozen else sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return sum(parameter.numel() for parameter in parameters), trained
+
+
+def _quantization(config: HFPolicyConfig) -> tuple[int, dict[str, int]]:
+    """The bytes that quantization saves, and those of the dequantized weight of the largest layer."""
+    model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
+    width = DTYPES[config.dtype_name].itemsize
+    sizes = {layer: width * layer.weight.numel() for layer in layers_to_quantize(model, config.hf_cfg)}
+    saved = sum(size - quantized_bytes(layer, config.hf_cfg) for layer, size in sizes.items())
+    return saved, {"dequantized layer": max(sizes.values())} if sizes else {}
 
 
 def _adapted(config: HFPolicyConfig) -> PreTrainedModel:

@@ -43,9 +43,8 @@ def model_problems(
     if section.python is not None:  # the libraries of another Python environment cannot be checked here
         return
     options = hf_cfg()
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if getattr(options, key) and importlib.util.find_spec("bitsandbytes") is None:
-            yield ("hf_cfg", key), NEEDS_BITSANDBYTES.format(key=key)
+    if (key := options.quantized_by) is not None and importlib.util.find_spec("bitsandbytes") is None:
+        yield ("hf_cfg", key), NEEDS_BITSANDBYTES.format(key=key)
     if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         yield ("hf_cfg", "attn_implementation"), NEEDS_FLASH_ATTN
 
@@ -68,7 +67,7 @@ def check_combinations(hf: HFConfig, *, dtype_name: str, head: str, ranks: int) 
             "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device.",
             key="device_map",
         )
-    if ranks > 1 and hf.data_parallel == "fsdp2" and (hf.load_in_8bit or hf.load_in_4bit):
+    if ranks > 1 and hf.data_parallel == "fsdp2" and hf.quantized_by:
         raise UserError(
             "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use `data_parallel: replicate`.",
             key="data_parallel",
@@ -81,10 +80,10 @@ def check_combinations(hf: HFConfig, *, dtype_name: str, head: str, ranks: int) 
             "bfloat16, or remove attn_implementation: `sdpa` supports both.",
             key="attn_implementation",
         )
-    if head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
+    if head == "scalar" and hf.lora is None and hf.quantized_by:
         raise UserError(
-            "A model with a scalar head must be trained, and quantized weights cannot be trained: remove load_in_8bit and "
-            "load_in_4bit; `precision: bfloat16` halves the memory of float32.",
+            "A model with a scalar head must be trained, and quantized weights cannot be trained: train adapters "
+            "(`hf_cfg.lora: {}`), or remove load_in_8bit and load_in_4bit; `precision: bfloat16` halves the memory of float32.",
             key="precision",
         )
 

@@ -1,5 +1,6 @@
 """Errors that a run would hit only after minutes are found by `rlcore validate`, with line, key and fix."""
 
+import importlib.util
 import inspect
 import json
 import os
@@ -160,12 +161,14 @@ def test_a_wrong_model_folder_is_reported_together_with_invalid_options_of_the_b
 
 @pytest.mark.parametrize("section", ["policy", "generation"])
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
-def test_quantized_loading_without_bitsandbytes_is_refused(files, good, section, key):
+def test_quantized_loading_without_bitsandbytes_is_refused(files, good, section, key, monkeypatch):
+    spec_of = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else spec_of(name))
     before = "  generation:" if section == "policy" else "    max_new"
-    indent = "  " if section == "policy" else "    "
-    [error] = files.errors(good.replace(before, f"{indent}hf_cfg: {{{key}: true}}\n{before}"))
+    indent, lora = ("  ", ", lora: {}") if section == "policy" else ("    ", "")
+    [error] = files.errors(good.replace(before, f"{indent}hf_cfg: {{{key}: true{lora}}}\n{before}"))
     assert f"hf_cfg.{key}: `{key}` needs bitsandbytes, which is not installed." in error
-    other = good.replace(before, f"{indent}python: python3\n{indent}hf_cfg: {{{key}: true}}\n{before}")
+    other = good.replace(before, f"{indent}python: python3\n{indent}hf_cfg: {{{key}: true{lora}}}\n{before}")
     assert files.load(other).run  # another environment's libraries are not known here
 
 
@@ -442,3 +445,11 @@ def test_the_task_of_validation_data_is_checked_if_the_run_validates(files, good
 def test_a_reward_function_with_the_name_of_a_built_in_metric_is_refused(files, good, env, key):
     [error] = files.errors(good.replace("arithmetic: {}", f"arithmetic: {{{env}}}"))
     assert f"env.arithmetic.{key}: the name '{'mean' if key == 'reward_fn' else 'std'}' is reserved" in error
+
+
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_quantized_weights_that_would_all_be_trained_are_refused(files, good, key):
+    python = "  python: python3\n  hf_cfg:"  # libraries of another interpreter are not checked
+    [error] = files.errors(good.replace("  generation:", f"{python} {{{key}: true}}\n  generation:"))
+    assert f"policy.hf_cfg.{key}: all weights are trained, but quantized weights have no gradients." in error
+    assert files.load(good.replace("  generation:", f"{python} {{{key}: true, lora: {{}}}}\n  generation:")).run

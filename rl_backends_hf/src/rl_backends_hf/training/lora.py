@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
+from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import LORA_A, LORA_B, LORA_SCALE, Head, RefitManifest, dtype_name, manifest_of, weights_of
 from rl_core.data.hub import model_source
@@ -106,6 +107,9 @@ class LoraAdapters:
         source, self._settings.revision = model_source(base)
         self._settings.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
         self._model = model
+        modules = model.named_modules()
+        self._quantized = {f"{name}.weight": module for name, module in modules if isinstance(module, QuantizedLinear)}
+        self._quantization = next((layer.quantization for layer in self._quantized.values()), "none")
         self._current_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
         _check_adapted_parameters(targets, self._layers, model)
         if self._head is not None:
@@ -119,7 +123,7 @@ class LoraAdapters:
 
     def manifest(self) -> RefitManifest:
         """Name to (shape, dtype) of the base model's weights under its own names, followed by those of unmerged adapters."""
-        live = weights_of(self._model)
+        live = {**weights_of(self._model), **{key: layer.form() for key, layer in self._quantized.items()}}
         own = {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
         return {**own, **manifest_of(self._unmerged())}
 
@@ -137,7 +141,8 @@ class LoraAdapters:
             if name in unmerged:
                 yield name, unmerged[name]
                 continue
-            weight, layer = live[self._current_names[name]].detach(), self._layers.get(name)
+            key, layer = self._current_names[name], self._layers.get(name)
+            weight = self._quantized[key].full_weight() if key in self._quantized else live[key].detach()
             yield name, self._merged(layer, weight) if layer is not None and self._exports_merged else weight
 
     def _unmerged(self) -> dict[str, torch.Tensor]:
@@ -152,6 +157,8 @@ class LoraAdapters:
 
     def merge_and_unload(self) -> None:
         """Merge the adapters into the base and remove them, leaving a plain model. This object must not be used afterwards."""
+        for layer in self._quantized.values():
+            layer.dequantize()
         for layer in self._layers.values():
             weight = layer.get_base_layer().weight
             weight.data = self._merged(layer, weight.detach())
@@ -165,7 +172,7 @@ class LoraAdapters:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
             folder / ADAPTER_WEIGHTS,
-            metadata={"format": "pt", **self._base_weights},
+            metadata={"format": "pt", "quantization": self._quantization, **self._base_weights},
         )
 
     @cached_property
@@ -219,9 +226,18 @@ class LoraAdapters:
         """
         self._check_same_adapter(folder)
         try:
+            with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+                quantization = (file.metadata() or {}).get("quantization", self._quantization)
             saved = load_file(folder / ADAPTER_WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read the adapter in {folder}: {type(error).__name__}: {error}") from error
+        if quantization != self._quantization:
+            raise CheckpointError(
+                f"The adapter in {folder} was trained on a base with quantization {quantization}, and here it is "
+                f"{self._quantization}, which is another policy. Set `load_in_4bit`, `load_in_8bit` and `quantization` of "
+                "`policy.hf_cfg` as in the run that wrote it.",
+                key="policy.hf_cfg.load_in_4bit",
+            )
         adapters = self._tensors()
         if head_is_optional and _HEAD_KEY not in saved:
             adapters.pop(_HEAD_KEY, None)

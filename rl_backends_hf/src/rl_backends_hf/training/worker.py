@@ -31,7 +31,6 @@ from rl_backends_hf.model import (
     checkpoint_activations,
     decoder_layers,
     is_gguf,
-    is_quantized,
     length_dependent_rope,
     load_model,
     load_model_shards,
@@ -40,6 +39,7 @@ from rl_backends_hf.model import (
     why_read_whole,
 )
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.quantized import is_quantized, num_weights
 from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
@@ -106,7 +106,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             self.parallel.device = model.get_input_embeddings().weight.device
         self._products = CpuProducts.of(hf.cpu_products, self.dtype, self.device, model=None if hf.compile_layers else model)
         self._quantized = is_quantized(model)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._num_parameters = num_weights(model)
         if hf.lora is not None:
             engine = self.config.generation
             merged = engine is None or engine.lora != "adapter"
@@ -153,7 +153,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             dtype = torch.float32 if trains_all_weights else self.dtype
             return load_sharded(name, self._make_scoring, parallel=self.parallel, dtype=dtype, **source)
         source |= {"dtype": self.dtype, "device": self.device}
-        if trains_all_weights and self.dtype != torch.float32 and not (hf.load_in_8bit or hf.load_in_4bit):
+        if trains_all_weights and self.dtype != torch.float32 and hf.quantized_by is None:
             model, self.exact_weights = load_model_with_exact_weights(name, **source)
             return self._make_scoring(model)
         return self._make_scoring(load_model(name, **source))
@@ -188,15 +188,15 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         return self.dtype if self._adapters is None else torch.float32
 
     def make_state(self) -> TrainingStateBase | None:
-        return None if self._quantized else super().make_state()
+        return None if self._quantized and self._adapters is None else super().make_state()
 
     def trainable_state(self) -> TrainingStateBase:
         if self.state is None and not self.config.frozen:
             raise NotSupportedError(
                 f"{self.config.model_name} was loaded with quantized weights (load_in_8bit or load_in_4bit), and this policy "
-                "trains all weights, but quantized weights have no gradients. Load it without quantization, with "
-                "`precision: bfloat16` to save memory. Scoring and sampling work with quantized weights.",
-                key="precision",
+                "trains all weights, but quantized weights have no gradients. Train adapters (`hf_cfg.lora: {}`), or load it "
+                "without quantization, with `precision: bfloat16` to save memory.",
+                key="hf_cfg",
             )
         return super().trainable_state()
 
@@ -311,7 +311,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
             self._exportable().save_config(Path(weights_path))
 
     def _exportable(self) -> ExportedWeights:
-        if self._quantized:
+        if self._quantized and self._adapters is None:
             raise NotSupportedError(
                 f"The weights of {self.config.model_name} are quantized: they cannot be trained, so there is nothing to save. "
                 "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them.",

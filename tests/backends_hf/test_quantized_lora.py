@@ -1,0 +1,158 @@
+"""LoRA over a base in 4 or 8 bits: everything equals the same adapters over a plain model with the dequantized weights."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from rl_backends_hf.model import load_model
+from rl_backends_hf.model_options import HFConfig
+from rl_backends_hf.quantized import QuantizedLinear
+from rl_backends_hf.training.worker import HFPolicyWorker
+from rl_core.errors import CheckpointError
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None or importlib.util.find_spec("peft") is None,
+    reason="needs the extras `lora` and `quantized` of rl-backends-hf",
+)
+
+KINDS = {
+    "nf4": {"load_in_4bit": True},
+    "fp4, double": {"load_in_4bit": True, "quantization": {"type": "fp4", "double": True}},
+    "8 bits": {"load_in_8bit": True},
+}
+ADAM = {"kwargs": {"lr": 1e-2}}
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "examples" / "addition" / "model")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_precision = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+
+
+def train(worker, parts, *seeds):
+    for seed in seeds:
+        rows = parts.make_rows(seed=seed)
+        worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+
+
+def handed_on(worker):
+    return {name: tensor.clone() for name, tensor in worker.iter_weights()}
+
+
+def adapters_of(worker):
+    return {name: tensor.clone() for name, tensor in worker.model.model.named_parameters() if ".lora_" in name}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory):
+    """A tiny model with layers of more than one block of 4-bit weights per row."""
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen2Config(vocab_size=160, num_hidden_layers=2, max_position_embeddings=128, **shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        folder = tmp_path_factory.mktemp("wide")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def start(parts, wide_folder):
+    """A separate worker; with `kind`, its base is quantized."""
+
+    def started(kind=None, *, folder=wide_folder, lora=None, **fields):
+        hf = {"lora": {"rank": 4, **(lora or {})}, **({} if kind is None else KINDS[kind])}
+        worker = HFPolicyWorker(parts.make_context(), parts.make_config(folder, hf=hf, **{"optimizer": ADAM, **fields}))
+        worker.setup()
+        return worker
+
+    return started
+
+
+@pytest.fixture
+def dequantized(tmp_path, wide_folder):
+    """Folder of the plain model with the weights of the quantized base, by bitsandbytes' own functions."""
+
+    def made(kind, precision):
+        from bitsandbytes import functional
+
+        model = load_model(wide_folder, options=HFConfig(**KINDS[kind]), dtype=getattr(torch, precision))
+        plain = load_model(wide_folder, options=HFConfig(), dtype=getattr(torch, precision))
+        layers = dict(model.named_modules())
+        with torch.no_grad():
+            for name, layer in plain.named_modules():
+                if isinstance(layers[name], QuantizedLinear):
+                    weight = layers[name].weight
+                    state = getattr(weight, "quant_state", None)
+                    full = (
+                        functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+                        if state is None
+                        else functional.dequantize_4bit(weight.data, state)
+                    )
+                    layer.weight.copy_(full)
+        plain.save_pretrained(tmp_path / "plain")
+        return str(tmp_path / "plain")
+
+    return made
+
+
+@each_kind
+@each_precision
+def test_scores_gradients_and_refits_equal_those_of_the_dequantized_model(start, parts, dequantized, kind, precision):
+    one = start(kind, precision=precision)
+    other = start(folder=dequantized(kind, precision), precision=precision)
+    with torch.no_grad():
+        for here, there in zip(one.model.model.parameters(), other.model.model.parameters(), strict=True):
+            if here.requires_grad:  # peft rounds the initial A to the type of a base that is not quantized
+                there.copy_(here.normal_(std=0.05))
+    assert_same(handed_on(one), handed_on(other))
+    for worker in (one, other):
+        train(worker, parts, 1, 2, 3)
+    assert_same(adapters_of(one), adapters_of(other))
+    assert_same(handed_on(one), handed_on(other))
+    assert one.weight_manifest() == other.weight_manifest()
+    rows = parts.make_rows(seed=9)
+    assert torch.equal(one.get_logprobs(rows)["logprobs"], other.get_logprobs(rows)["logprobs"])
+    assert one.facts() == other.facts()
+
+
+@each_kind
+def test_no_bit_of_the_base_changes_and_scoring_equals_training_mode(start, parts, kind):
+    worker = start(kind, precision="bfloat16")
+    model, rows = worker.model.model, parts.make_rows(seed=9)
+
+    def stored():
+        return {name: tensor.clone() for name, tensor in model.named_parameters() if ".lora_" not in name}
+
+    base, weights, before = stored(), handed_on(worker), worker.get_logprobs(rows)["logprobs"]
+    model.train()
+    with torch.no_grad():
+        ids = rows["input_ids"]
+        trained = model(ids).logits
+        assert torch.equal(trained, model.eval()(ids).logits)
+    train(worker, parts, 1, 2)
+    assert_same(base, stored())
+    assert not torch.equal(before, worker.get_logprobs(rows)["logprobs"])
+    assert torch.equal(before, worker.get_logprobs(rows, reference=True)["logprobs"])
+    moved = [name for name, tensor in handed_on(worker).items() if not torch.equal(tensor, weights[name])]
+    assert len(moved) == 14
+
+
+def test_resuming_continues_to_the_bit_and_names_another_quantization(start, parts, tmp_path):
+    whole, first, second = start("nf4"), start("nf4"), start("nf4")
+    train(whole, parts, 1, 2, 3)
+    train(first, parts, 1, 2)
+    first.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    assert {path.name for path in (tmp_path / "weights").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    second.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    train(second, parts, 3)
+    assert_same(adapters_of(whole), adapters_of(second))
+    for other, says in ((None, "none"), ("fp4, double", "fp4, double"), ("8 bits", "int8")):
+        with pytest.raises(CheckpointError, match=f"base with quantization nf4, and here it is {says},") as caught:
+            start(other).load_checkpoint(tmp_path / "weights", None)
+        assert caught.value.key == "policy.hf_cfg.load_in_4bit"
