@@ -1,17 +1,25 @@
 """LoRA over a base in 4 or 8 bits: everything equals the same adapters over a plain model with the dequantized weights."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFConfig
 from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError
+from rl_train.launch import train as launch
+from rl_train.weight_sync.canary import RefitCanary, make_canary
+from rl_train.weight_sync.sender import WeightSender
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports import ByReferenceTransport, SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None or importlib.util.find_spec("peft") is None,
@@ -156,3 +164,62 @@ def test_resuming_continues_to_the_bit_and_names_another_quantization(start, par
         with pytest.raises(CheckpointError, match=f"base with quantization nf4, and here it is {says},") as caught:
             start(other).load_checkpoint(tmp_path / "weights", None)
         assert caught.value.key == "policy.hf_cfg.load_in_4bit"
+
+
+@pytest.mark.parametrize("transport", [ByReferenceTransport, SharedMemoryTransport])
+@pytest.mark.parametrize("target", ["adapter", "merged"])
+def test_an_engine_samples_with_the_dequantized_base_and_the_adapters(wide_folder, parts, transport, target):
+    fields = {"optimizer": ADAM, "max_total_sequence_length": 64, "generation": {"lora": target}}
+    policy = HuggingFacePolicy(wide_folder, lora={"rank": 4}, load_in_4bit=True, **fields)
+    engine = HuggingFaceGeneration(wide_folder, max_new_tokens=8)
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        WeightSender(policy, transport, digests_are_held=False),
+        canary=RefitCanary(lambda: make_canary(range(3, 160), num_receivers=1, max_length=64, exact=True)),
+    )
+    worker = policy.group.worker
+    try:
+        for step in (1, 2):
+            train(worker, parts, step)
+            assert sync.sync()["refit/canary_error"] < 1e-5
+            live = engine.group.worker.named_weights()
+            assert_same({name: tensor.clone() for name, tensor in live.items()}, handed_on(worker))
+            assert any(".lora_A" in name for name in live) == (target == "adapter")
+    finally:
+        sync.close()
+        engine.shutdown()
+        policy.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["in_process", "ray"])
+def test_a_run_of_grpo_verifies_its_refits_and_converts_to_what_it_sampled_with(tmp_path, parts, cluster, local_ray, rlcore):
+    overrides = [
+        f"cluster.backend={cluster}",
+        "++policy.hf_cfg={lora: {rank: 4}, load_in_4bit: true}",
+        "grpo.max_num_steps=3",
+        "grpo.val_at_end=false",
+        "policy.optimizer.kwargs.lr=1e-3",
+        "checkpointing.save_period=3",
+        f"logger.log_dir={tmp_path / 'runs'}",
+    ]
+    run = launch.train(ROOT / "examples" / "grpo_addition.yaml", overrides, console=False)
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    checked = [step["refit/canary_error"] for step in steps if "refit/canary_error" in step]
+    assert checked
+    assert max(checked) < 1e-4
+    assert all(step["mismatch/kl"] < 1e-4 for step in steps if "mismatch/kl" in step)
+    [checkpoint] = (run.folder / "checkpoints").glob("step_*")
+    assert not list((checkpoint / "policy" / "weights").glob("model*.safetensors"))
+    rlcore("convert", str(checkpoint), "--to", "hf", str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    rlcore("convert", str(checkpoint), "--to", "hf", "--merge", str(tmp_path / "merged"))
+    merged = load_model(str(tmp_path / "merged"), options=HFConfig(), dtype=torch.float32)
+    assert not hasattr(merged.config, "quantization_config")
+    worker = HFPolicyWorker(
+        parts.make_context(), HFPolicyConfig(model_name=MODEL, hf_cfg={"lora": {"rank": 4}, "load_in_4bit": True})
+    )
+    worker.setup()
+    worker.load_checkpoint(checkpoint / "policy" / "weights", None)
+    assert_same(handed_on(worker), dict(merged.named_parameters()))
