@@ -12,9 +12,10 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFConfig
+from rl_backends_hf.planned_memory import PolicyMemory
 from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_train.launch import train as launch
 from rl_train.weight_sync.canary import RefitCanary, make_canary
 from rl_train.weight_sync.sender import WeightSender
@@ -223,3 +224,62 @@ def test_a_run_of_grpo_verifies_its_refits_and_converts_to_what_it_sampled_with(
     worker.setup()
     worker.load_checkpoint(checkpoint / "policy" / "weights", None)
     assert_same(handed_on(worker), dict(merged.named_parameters()))
+
+
+@pytest.mark.parametrize("variant", [{"use_dora": True}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
+@pytest.mark.parametrize("kind", ["nf4", "8 bits"])
+def test_variants_of_adapters_equal_those_of_the_dequantized_model(start, parts, dequantized, kind, variant):
+    one, other = start(kind, lora=variant), start(folder=dequantized(kind, "float32"), lora=variant)
+    for worker in (one, other):
+        train(worker, parts, 1, 2)
+    assert_same(adapters_of(one), adapters_of(other))
+    assert_same(handed_on(one), handed_on(other))
+
+
+def test_a_value_model_trains_its_head_and_adapters_over_a_quantized_base(start, parts, dequantized, tmp_path):
+    fields = {**parts.VALUE_FIELDS}
+    one, other = start("nf4", **fields), start(folder=dequantized("nf4", "float32"), **fields)
+    rows = parts.make_rows(seed=3)
+    for worker in (one, other):
+        worker.train(rows, parts.SquaredValues(), counts=parts.counts_of(rows))
+    assert_same(adapters_of(one), adapters_of(other))
+    assert torch.equal(one.get_values(rows)["values"], other.get_values(rows)["values"])
+
+
+def test_what_cannot_be_quantized_is_refused_before_weights_are_read(model_folder, tmp_path):
+    with pytest.raises(NotSupportedError, match="the layers of a GPT2LMHeadModel cannot be quantized") as caught:
+        load_model(model_folder("gpt2"), options=HFConfig(load_in_4bit=True), dtype=torch.float32)
+    assert caught.value.key == "policy.hf_cfg.load_in_4bit"
+    with pytest.raises(UserError, match=r"`load_in_4bit`: .*is a GGUF file"):
+        load_model(str(tmp_path / "model.gguf"), options=HFConfig(load_in_4bit=True), dtype=torch.float32)
+    with pytest.raises(ValueError, match="quantization has no effect without load_in_4bit"):
+        HFConfig(load_in_8bit=True, quantization={"double": True})
+
+
+def stored_bytes(model):
+    """Bytes of the memory of all weights and scales."""
+    tensors = list(model.parameters())
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            state = getattr(layer.weight, "quant_state", None)
+            if state is None:
+                tensors.append(layer.weight.SCB)
+                continue
+            tensors += [state.absmax, state.code]
+            tensors += [state.state2.absmax, state.offset] if state.nested else []
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+@each_kind
+@each_precision
+@pytest.mark.parametrize("folder", ["wide", "llama-tied", "qwen3"])
+def test_the_plan_counts_the_bytes_that_are_allocated(wide_folder, model_folder, parts, start, kind, precision, folder):
+    folder = wide_folder if folder == "wide" else model_folder(folder)
+    worker = start(kind, folder=folder, precision=precision)
+    asked = {"ranks": 1, "several": False, "score": None, "reference": True, "on_gpu": False}
+    phases = PolicyMemory(worker.config).by_phase(train=(2, 16), **asked)
+    assert phases["held"]["weights"] == stored_bytes(worker.model.model)
+    assert "reference weights" not in phases["held"]
+    largest = max(layer.form().nbytes for layer in worker.model.model.modules() if isinstance(layer, QuantizedLinear))
+    assert phases["train"]["dequantized layer"] == largest
+    assert PolicyMemory(worker.config).not_counted() == []
