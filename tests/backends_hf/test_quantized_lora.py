@@ -271,11 +271,9 @@ def stored_bytes(model):
 
 
 @each_kind
-@each_precision
-@pytest.mark.parametrize("folder", ["wide", "llama-tied", "qwen3"])
-def test_the_plan_counts_the_bytes_that_are_allocated(wide_folder, model_folder, parts, start, kind, precision, folder):
-    folder = wide_folder if folder == "wide" else model_folder(folder)
-    worker = start(kind, folder=folder, precision=precision)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plan_counts_the_bytes_that_are_allocated(wide_folder, model_folder, start, kind, tied):
+    worker = start(kind, folder=model_folder("qwen3") if tied else wide_folder, precision="bfloat16")
     asked = {"ranks": 1, "several": False, "score": None, "reference": True, "on_gpu": False}
     phases = PolicyMemory(worker.config).by_phase(train=(2, 16), **asked)
     assert phases["held"]["weights"] == stored_bytes(worker.model.model)
