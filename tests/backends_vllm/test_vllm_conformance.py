@@ -10,4 +10,12 @@ from rl_core.testing import GenerationConformance
 @pytest.mark.vllm
 class TestVllm(GenerationConformance):
     component = "vllm"
-    config: ClassVar = {"vllm_cfg": {"precision": "float32", "max_model_len": 128, "max_num_seqs": 32, "enforce_eager": True}}
+    config: ClassVar = {
+        "vllm_cfg": {
+            "precision": "float32",
+            "max_model_len": 128,
+            "max_num_seqs": 32,
+            "enforce_eager": True,
+            "max_lora_rank": 64,
+        }
+    }

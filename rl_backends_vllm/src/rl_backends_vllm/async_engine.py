@@ -140,8 +140,9 @@ class AsyncEngine(Engine):
     async def _consume(self, request_id: str, tokens: list[int], parameters: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
+        adapter = self.adapter_request
         try:
-            async for output in self._engine.generate(tokens_input(tokens), parameters, request_id):
+            async for output in self._engine.generate(tokens_input(tokens), parameters, request_id, lora_request=adapter):
                 self._finished.put(output)
         except asyncio.CancelledError:
             raise

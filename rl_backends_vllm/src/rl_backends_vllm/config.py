@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -27,6 +27,9 @@ _MIN_TEMPERATURE = 0.01
 
 CPU_ROWS = 256
 """Default of `max_num_seqs` on a CPU."""
+
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+"""Values of `max_lora_rank` that vLLM accepts."""
 
 
 class VllmEngineConfig(Section):
@@ -60,6 +63,9 @@ class VllmEngineConfig(Section):
     load_format: str | None = None
     """`auto` loads the model's weights; `dummy` skips them, because the policy sends its own. Defaults to `dummy` in a run,
     which sends all weights with its first refit, and to `auto` otherwise."""
+    max_lora_rank: LoraRank | None = None
+    """Maximum rank of low-rank adapters, for which vLLM reserves memory. By default, the rank of the policy's adapters, rounded
+    up to one of these, if refits send adapters (`policy.generation.lora: adapter`); otherwise vLLM runs without adapters."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
     tokenizer: TokenizerConfig | None = None
@@ -132,12 +138,22 @@ class VllmConfig(GenerationConfig):
         """This section with `sleep_level`, `enforce_eager` and, on CPUs, `max_num_seqs`."""
         own, on_cpu = self.vllm_cfg, not devices.use_gpus
         defaults = {
-            "sleep_level": 2 if devices.use_gpus and devices.trains else 0,
+            # Level 2 discards the frozen weights as well, which each refit would have to send again.
+            "sleep_level": (1 if self.lora == "adapter" else 2) if devices.use_gpus and devices.trains else 0,
             "enforce_eager": on_cpu,
             "max_num_seqs": CPU_ROWS if on_cpu else None,
         }
         unset = {key: value for key, value in defaults.items() if getattr(own, key) is None}
         return self.model_copy(update={"vllm_cfg": own.model_copy(update=unset)})
+
+    def adapter_problem(self, policy: PolicyConfig) -> str | None:
+        own, rank = self.vllm_cfg, policy.lora_rank or 0
+        largest = own.max_lora_rank or max(get_args(LoraRank))
+        if rank > largest:
+            return f"the adapters have rank {rank}, and this engine's maximum (vllm_cfg.max_lora_rank) is {largest}"
+        if own.pipeline_parallel_size > 1:
+            return f"vllm_cfg.pipeline_parallel_size is {own.pipeline_parallel_size}, and its stages receive no adapters"
+        return None
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values from the policy (model, data type, tokenizer, length). Weights are not loaded."""
@@ -148,9 +164,14 @@ class VllmConfig(GenerationConfig):
             "precision": own.precision or policy.dtype_name,
             "tokenizer": own.tokenizer or policy.tokenizer,
             "load_format": own.load_format or "dummy",
+            "max_lora_rank": own.max_lora_rank or self._lora_rank(policy),
             "trust_remote_code": own.trust_remote_code or bool(getattr(loaded_as, "trust_remote_code", False)),
         }
         return super().for_policy(policy).model_copy(update={"vllm_cfg": own.model_copy(update=filled)})
+
+    def _lora_rank(self, policy: PolicyConfig) -> int | None:
+        rank = policy.lora_rank if self.lora == "adapter" else None
+        return None if rank is None else next((known for known in get_args(LoraRank) if known >= rank), None)
 
 
 _CFG = "set policy.generation.vllm_cfg.{} instead."
@@ -160,6 +181,7 @@ _SAME_NAME = (
     "gpu_memory_utilization",
     "kv_cache_dtype",
     "load_format",
+    "max_lora_rank",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -192,6 +214,9 @@ OWNED = {
     "skip_tokenizer_init": "it is set automatically if the model has no tokenizer.",
     "enable_chunked_prefill": "it depends on the device: on a CPU, vLLM does not support it for rows with seeds.",
     "disable_log_stats": "engine statistics are part of the run's metrics.",
+    "enable_lora": "set policy.generation.lora, or vllm_cfg.max_lora_rank.",
+    **dict.fromkeys(("max_loras", "max_cpu_loras"), "there is one adapter, that of the policy."),
+    "lora_dtype": "adapters are float32 on a CPU, and of the engine's data type on a GPU, where vLLM has no others.",
     **{name: _CFG.format(name) for name in _SAME_NAME},
     **dict.fromkeys(_REPLICAS, "each replica is one engine; set policy.generation.num_workers to run several."),
 }

@@ -36,6 +36,15 @@ class Engine(ABC):
     _engine: Any
     """vLLM's own engine."""
 
+    @property
+    def adapter_request(self) -> Any:
+        """The `LoRARequest` that every request carries; None if the engine computes without adapters."""
+        if self.config.lora_config is None:
+            return None
+        from rl_backends_vllm.lora import REQUEST
+
+        return REQUEST
+
     @abstractmethod
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
         """Queue one prompt."""
@@ -141,7 +150,7 @@ class InProcessEngine(Engine):
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
-        self._engine.add_request(request_id, tokens_input(list(tokens)), parameters)
+        self._engine.add_request(request_id, tokens_input(list(tokens)), parameters, lora_request=self.adapter_request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))

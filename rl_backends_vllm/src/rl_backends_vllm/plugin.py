@@ -20,6 +20,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.TOP_K,
                 Capability.ASYNC_ROWS,
                 Capability.REFIT_IN_FLIGHT,
+                Capability.LORA_ADAPTERS,
                 Capability.TOP_LOGPROBS,
                 Capability.STRUCTURED_OUTPUTS,
                 Capability.SHARED_MEMORY,

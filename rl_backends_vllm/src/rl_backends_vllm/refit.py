@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from rl_backends_vllm.device import enable_amx
 from rl_backends_vllm.shm_cleanup import unlink_shared_memory
 from rl_backends_vllm.torch_threads import use_torch_threads
 from rl_core.backend import (
+    LORA_A,
+    LORA_B,
+    LORA_SCALE,
     CheckpointNames,
     RefitManifest,
     WeightReceiver,
@@ -49,7 +52,10 @@ from rl_core.backend import (
     tensor_digests,
     weights_of,
 )
-from rl_core.errors import RLCoreError, WeightSyncError
+from rl_core.errors import NotSupportedError, RLCoreError, WeightSyncError
+
+if TYPE_CHECKING:
+    from rl_backends_vllm.lora import EngineAdapter
 
 
 class VllmWeightReceiver(WeightReceiver):
@@ -72,12 +78,22 @@ class VllmWeightReceiver(WeightReceiver):
         self._packed_before: dict[torch.nn.Module, Any] = {}
         self._tied: set[str] = set()
         self._layer_infos: list[Any] = []
+        self._adapter: EngineAdapter | None = None
+        self._adapter_forms: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._adapter_tensors: dict[str, torch.Tensor] = {}
+        if worker.vllm_config.lora_config is not None:
+            from rl_backends_vllm.lora import EngineAdapter
+
+            self._adapter = EngineAdapter(worker)
 
     def collective_rank(self) -> int:
         return 1 + self.context.rank * self._processes + self._rank_in_replica
 
     def expected_weights(self) -> RefitManifest:
-        """Weights of a Transformers model with the same configuration, because vLLM has no list of the names it accepts."""
+        """Weights of a Transformers model with the same configuration, because vLLM has no list of the names it accepts.
+
+        Also the tensors of the adapters that the policy has announced.
+        """
         if self._expected is None:
             from transformers import AutoModelForCausalLM
 
@@ -90,10 +106,25 @@ class VllmWeightReceiver(WeightReceiver):
             named = CheckpointNames(model, {name: shape for name, (shape, _) in own.items()}).manifest(own)
             self._rounds_to = _uniform_dtype(self._model)
             self._expected = {name: (shape, self._rounds_to or dtype) for name, (shape, dtype) in named.items()}
-        return self._expected
+        return {**self._expected, **self._adapter_forms}
+
+    def expect_adapters(self, ranks: Mapping[str, int]) -> None:
+        if self._adapter is None:
+            raise NotSupportedError(
+                "This engine was started without adapters: set policy.generation.vllm_cfg.max_lora_rank, or "
+                "policy.generation.lora: merged.",
+                key="policy.generation.lora",
+            )
+        self._adapter.refuse_unsupported(ranks)
+        weights = self.expected_weights()
+        for layer, rank in ranks.items():
+            size_out, size_in = weights[f"{layer}.weight"][0] if f"{layer}.weight" in weights else (0, 0)
+            forms = {LORA_A: (rank, size_in), LORA_B: (size_out, rank), LORA_SCALE: ()}
+            self._adapter_forms |= {layer + suffix: (shape, "float32") for suffix, shape in forms.items()}
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         """Begin a refit and return the dtypes to send; digests are computed on weights as they are transferred."""
+        self._adapter_forms = {}
         receiver_dtypes = super().prepare_refit_info(info)
         self._sent_dtypes = {
             name: dtype for name, (_, dtype) in manifest_to_send(info, receiver_dtypes if self._rounds_to else {}).items()
@@ -107,8 +138,10 @@ class VllmWeightReceiver(WeightReceiver):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+        self._digests, self._adapter_tensors = {}, {}
+        if self._ledger is not None and self._ledger.leaves_out_frozen:
+            return
         self._undo_partial_reload()
-        self._digests = {}
         self._tied = _shared_weights(self._model)
         self._packed_before = {module: module.cpu_linear for module in self._model.modules() if hasattr(module, "cpu_linear")}
         if self._device().type == "cpu":
@@ -127,11 +160,27 @@ class VllmWeightReceiver(WeightReceiver):
 
     def load_into_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let vLLM fuse, shard and pack the tensors; keeps no reference to the sender's memory."""
-        with self._vllm_context():
-            self._model.load_weights(iter(tensors.items()))  # type: ignore[operator]
-        self._clone_pending_weights()
+        adapters = {name: tensor.clone() for name, tensor in tensors.items() if name in self._adapter_forms}
+        self._adapter_tensors |= adapters
+        if len(adapters) < len(tensors):
+            weights = [(name, tensor) for name, tensor in tensors.items() if name not in adapters]
+            with self._vllm_context():
+                self._model.load_weights(iter(weights))  # type: ignore[operator]
+            self._clone_pending_weights()
 
     def weights_changed(self) -> None:
+        if self._ledger is None or not self._ledger.leaves_out_frozen:
+            self._finish_reload()
+        if self._adapter is not None:
+            self._replace_adapter(self._adapter)
+
+    def _replace_adapter(self, adapter: EngineAdapter) -> None:
+        if missing := [name for name in self._adapter_forms if name not in self._adapter_tensors]:
+            raise WeightSyncError(f"vLLM has not received {missing[0]!r} of the adapters ({len(missing)} such tensors).")
+        with self._vllm_context():
+            adapter.replace(self._adapter_tensors)
+
+    def _finish_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         incomplete = [f"{name} ({reason})" for name, reason in self._incomplete_layers()]

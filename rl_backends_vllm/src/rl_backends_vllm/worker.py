@@ -323,6 +323,12 @@ class VllmGenerationWorker(GenerationWorker):
             "use_tqdm_on_load": False,
         }
         arguments |= engine_arguments(vllm_cfg, device=self.context.device, hf_config=files.hf_config)
+        if vllm_cfg.max_lora_rank is not None:
+            from rl_backends_vllm.lora import lora_arguments
+
+            arguments |= lora_arguments(
+                vllm_cfg, device=self.context.device, dtype=arguments["dtype"], hf_config=files.hf_config
+            )
         return arguments | self._config.vllm_kwargs
 
     def _settings(self, files: ModelFiles) -> SamplingSettings:
