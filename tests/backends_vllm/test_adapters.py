@@ -252,11 +252,12 @@ def test_an_adapter_replaces_another_of_a_larger_rank_and_layers_without_one_com
 
 def test_products_with_bfloat16_layers_are_computed_in_float32_and_rounded_once():
     generator = torch.Generator().manual_seed(0)
-    products = OneAdapterProducts(8, 2, "cpu")
     x, y = torch.randn(5, 32, generator=generator).bfloat16(), torch.randn(5, 24, generator=generator).bfloat16()
-    a = [torch.randn(1, 1, 4, 32, generator=generator) for _ in range(2)]
-    b = [torch.randn(1, 1, size, 4, generator=generator) for size in (16, 8)]
+    a = tuple(torch.randn(1, 1, 4, 32, generator=generator) for _ in range(2))
+    b = tuple(torch.randn(1, 1, size, 4, generator=generator) for size in (16, 8))
     exact = y.double() + torch.cat([x.double() @ (t[0, 0] @ s[0, 0]).double().t() for s, t in zip(a, b, strict=True)], dim=1)
+    products = OneAdapterProducts(8, 2, "cpu")
+    products.use([SimpleNamespace(lora_a_stacked=a, lora_b_stacked=b)])
     products.add_lora_linear(y, x, a, b, 1.0, (16, 8))
     assert y.dtype == torch.bfloat16
     # Half a unit in the last of eight bits.

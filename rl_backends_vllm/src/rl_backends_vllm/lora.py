@@ -10,7 +10,7 @@ On a CPU, vLLM's products of adapters copy A and B for each token of a step, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -91,9 +91,9 @@ class EngineAdapter:
             self._dtype, self._max_rank = manager.lora_config.lora_dtype, manager.lora_config.max_lora_rank
             mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
             self._mapper = None if mapper is None else mapper.get_rename_mapper()
-            for products in manager.punica_wrapper_mapping.values():
-                if type(products) is PunicaWrapperCPU:
-                    products.__class__ = OneAdapterProducts
+            self._products = [each for each in manager.punica_wrapper_mapping.values() if type(each) is PunicaWrapperCPU]
+            for products in self._products:
+                products.__class__ = OneAdapterProducts
             self.replace({})
         except AttributeError as error:
             raise NotSupportedError(
@@ -144,6 +144,9 @@ class EngineAdapter:
         self._manager.activate_adapter(REQUEST.lora_int_id)
         if inactive := [layer for layer, (a, b) in layers.items() if not self._is_active(layer, a, b)]:
             raise WeightSyncError(f"vLLM does not compute with the new adapters of {', '.join(inactive[:5])}.")
+        adapted = {id(module): module for module, _ in filter(None, map(self._module_of, layers))}
+        for products in self._products:
+            products.use(adapted.values())
 
     def _is_active(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> bool:
         module, index = self._module_of(layer) or (None, 0)
@@ -185,33 +188,33 @@ def _shard(cut: Callable[[Any], Any], matrix: torch.Tensor, index: int, layers: 
 class OneAdapterProducts(PunicaWrapperCPU):
     """Products of the one adapter of all rows, in float32 and rounded once, when they are added to those of the base."""
 
+    _factors: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """ID of a layer's buffers to the factors of all layers that it fuses: A [in, ranks] and s B [ranks, out]."""
+
+    def use(self, modules: Iterable[Any]) -> None:
+        """Compute with the adapters that these layers of vLLM have in their buffers now; others have none."""
+        self._factors = {
+            id(module.lora_a_stacked): (
+                torch.cat([a[0, 0] for a in module.lora_a_stacked]).t().float(),
+                torch.block_diag(*(b[0, 0] for b in module.lora_b_stacked)).t().float(),
+            )
+            for module in modules
+        }
+
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: Sequence[torch.Tensor],
-        lora_b_stacked: Sequence[torch.Tensor],
-        scale: float,
-        output_slices: Sequence[int],
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Sequence[torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """Add B A x to the outputs of each of the fused layers.
+        """Add s B A x to the outputs of a layer.
 
         Args:
             y: outputs of the base [tokens, out], changed in place.
             x: inputs [tokens, in].
-            lora_a_stacked: A of each layer [1, 1, rank, in].
-            lora_b_stacked: s B of each layer [1, 1, out, rank].
-            scale: always 1 in vLLM.
-            output_slices: number of outputs of each layer.
-            **kwargs: not used.
+            lora_a_stacked: the layer's buffers.
+            *args: not used, as `use` has read the buffers.
+            **kwargs: the same.
         """
-        if self.no_lora:
-            return
-        inputs = x.float()
-        parts = y.split(list(output_slices), dim=-1)
-        for a, b, part in zip(lora_a_stacked, lora_b_stacked, parts, strict=True):
-            part += inputs @ a[0, 0].t().float() @ b[0, 0].t().float()
+        if not self.no_lora and (factors := self._factors.get(id(lora_a_stacked))) is not None:
+            y += x.float() @ factors[0] @ factors[1]
 
     def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:
         """Embeddings have no adapters."""
