@@ -8,15 +8,18 @@ import pytest
 import torch
 from peft import PeftModel
 from tiny_models import FAMILIES, LENGTH, VOCABULARY, make_model, plain_logprobs, rows, sampled_logprobs, take_step
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from vllm import ModelRegistry
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.models import supports_lora
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
 from rl_backends_vllm.config import LoraRank, VllmEngineConfig
 from rl_backends_vllm.lora import EngineAdapter, OneAdapterProducts, lora_arguments
+from rl_backends_vllm.model_folder import why_not_adapted
 from rl_backends_vllm.refit import VllmWeightReceiver
 from rl_core.config.section import Devices
 from rl_core.errors import ConfigError, NotSupportedError, WeightSyncError, WorkerError
@@ -311,16 +314,31 @@ def test_an_engine_on_gpus_keeps_its_frozen_weights_when_it_sleeps(path):
 
 
 @pytest.mark.parametrize(
-    ("family", "device", "says"),
+    ("config", "device", "says"),
     [
-        ("gpt2", "cpu", "does not support adapters for GPT2LMHeadModel"),
-        ("mixtral", "cpu", "computes mixtures of experts on GPUs only if an adapter is used"),
-        ("llama-tied", "cuda", "supports adapters on GPUs in bfloat16 and float16 only"),
+        (GPT2Config(architectures=["GPT2LMHeadModel"]), "cpu", "vLLM's GPT2LMHeadModel does not support adapters"),
+        (FAMILIES["mixtral"], "cpu", "the model is a mixture of experts"),
+        (FAMILIES["llama-tied"], "cuda", "on GPUs, vLLM supports adapters in bfloat16 and float16 only"),
     ],
 )
-def test_models_that_vllm_cannot_adapt_are_errors_before_the_engine_starts(family, device, says):
-    config = FAMILIES.get(family) or GPT2Config()
-    config.architectures = [{"gpt2": "GPT2LMHeadModel", "mixtral": "MixtralForCausalLM"}.get(family, "LlamaForCausalLM")]
-    with pytest.raises(ConfigError, match=says) as caught:
+def test_models_that_vllm_cannot_adapt_are_errors_before_the_engine_starts(config, device, says):
+    with pytest.raises(ConfigError, match=f"policy.generation.lora: adapter cannot be used: {says}") as caught:
         lora_arguments(VllmEngineConfig(max_lora_rank=8), device=device, dtype="float32", hf_config=config)
     assert caught.value.key == "policy.generation.lora"
+
+
+def test_a_model_that_vllm_cannot_adapt_is_known_from_the_section(tmp_path):
+    policy = section(make_model(tmp_path, "mixtral"))
+    assert policy.generation.adapter_problem(policy).startswith("the model is a mixture of experts")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["BloomForCausalLM", "CohereForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "Gemma2ForCausalLM",
+     "InternLM3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM",
+     "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM"],
+)  # fmt: skip
+def test_the_source_of_vllms_models_says_which_support_adapters(architecture):
+    known = ModelRegistry.models
+    expected = architecture not in known or bool(supports_lora(known[architecture].load_model_cls()))
+    assert (why_not_adapted(LlamaConfig(architectures=[architecture])) is None) == expected

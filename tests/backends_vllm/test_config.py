@@ -145,6 +145,7 @@ ELSEWHERE = {
     "tokenizer": "a folder of files, below",
     "load_format": "below",
     "async_engine": "which engine starts: test_generation_async",
+    "max_lora_rank": "test_adapters",
 }
 
 

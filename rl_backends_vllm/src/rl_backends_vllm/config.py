@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 from rl_core.config.section import Devices, model_path_problem
+from rl_core.errors import ConfigError
 from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
@@ -153,21 +154,30 @@ class VllmConfig(GenerationConfig):
             return f"the adapters have rank {rank}, and this engine's maximum (vllm_cfg.max_lora_rank) is {largest}"
         if own.pipeline_parallel_size > 1:
             return f"vllm_cfg.pipeline_parallel_size is {own.pipeline_parallel_size}, and its stages receive no adapters"
-        return None
+        from rl_backends_vllm.model_folder import read_config, why_not_adapted
+
+        try:
+            hf_config = read_config(self.model_name or policy.model_name, trust_remote_code=self._trusts_code(policy))
+        except ConfigError:  # reported elsewhere
+            return None
+        return why_not_adapted(hf_config)
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values from the policy (model, data type, tokenizer, length). Weights are not loaded."""
         own = self.vllm_cfg
-        loaded_as = getattr(policy, f"{policy.backend}_cfg", None)
         filled: dict[str, Any] = {
             "max_model_len": min(own.max_model_len or policy.max_total_sequence_length, policy.max_total_sequence_length),
             "precision": own.precision or policy.dtype_name,
             "tokenizer": own.tokenizer or policy.tokenizer,
             "load_format": own.load_format or "dummy",
             "max_lora_rank": own.max_lora_rank or self._lora_rank(policy),
-            "trust_remote_code": own.trust_remote_code or bool(getattr(loaded_as, "trust_remote_code", False)),
+            "trust_remote_code": self._trusts_code(policy),
         }
         return super().for_policy(policy).model_copy(update={"vllm_cfg": own.model_copy(update=filled)})
+
+    def _trusts_code(self, policy: PolicyConfig) -> bool:
+        loaded_as = getattr(policy, f"{policy.backend}_cfg", None)
+        return self.vllm_cfg.trust_remote_code or bool(getattr(loaded_as, "trust_remote_code", False))
 
     def _lora_rank(self, policy: PolicyConfig) -> int | None:
         rank = policy.lora_rank if self.lora == "adapter" else None
@@ -226,11 +236,7 @@ OWNED = {
 @lru_cache(maxsize=1)
 def known_engine_arguments() -> frozenset[str]:
     """Field names of `vllm.EngineArgs`; empty if vLLM is not installed, which is reported elsewhere."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for node in ast.parse(vllm_source("engine/arg_utils.py")).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             return frozenset(
                 field.target.id
@@ -238,3 +244,10 @@ def known_engine_arguments() -> frozenset[str]:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
             )
     return frozenset()
+
+
+def vllm_source(file: str) -> str:
+    """Source of a module of vLLM, by its path there; empty if vLLM is not installed or has no such file."""
+    spec = importlib.util.find_spec("vllm")
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
+    return path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""

@@ -18,15 +18,14 @@ import vllm
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
-from vllm import ModelRegistry
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
-from vllm.model_executor.models import supports_lora
 
 from rl_backends_vllm.config import VllmEngineConfig
+from rl_backends_vllm.model_folder import why_not_adapted
 from rl_core.backend import LORA_A, LORA_B, LORA_SCALE
 from rl_core.errors import ConfigError, NotSupportedError, WeightSyncError
 
@@ -47,19 +46,13 @@ def lora_arguments(config: VllmEngineConfig, *, device: str, dtype: str, hf_conf
     Raises:
         ConfigError: vLLM cannot adapt this model, or has no adapters for this device and data type.
     """
-    architecture = next(iter(hf_config.architectures or ()), "")
-    model_class = ModelRegistry.models[architecture].load_model_cls() if architecture in ModelRegistry.models else None
+    problem = why_not_adapted(hf_config)
+    if device != "cpu" and dtype == "float32":
+        problem = "on GPUs, vLLM supports adapters in bfloat16 and float16 only, and this engine computes in float32"
+    if problem is not None:
+        raise ConfigError(f"policy.generation.lora: adapter cannot be used: {problem}. Set it to merged.", key=_KEY)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
-    problem = ""
-    if model_class is not None and not supports_lora(model_class):
-        problem = f"does not support adapters for {architecture}"
-    elif device == "cpu" and any(name.endswith(".experts") for name, _ in model.named_modules()):
-        problem = "computes mixtures of experts on GPUs only if an adapter is used, whichever layers have one"
-    elif device != "cpu" and dtype == "float32":
-        problem = "supports adapters on GPUs in bfloat16 and float16 only, and this engine computes in float32"
-    if problem:
-        raise ConfigError(f"vLLM {vllm.__version__} {problem}: set policy.generation.lora to merged.", key=_KEY)
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
     return {
@@ -68,7 +61,7 @@ def lora_arguments(config: VllmEngineConfig, *, device: str, dtype: str, hf_conf
         "max_loras": 1,
         # vLLM's default is the data type of the engine. It does not know float32 by name.
         "lora_dtype": torch.float32 if device == "cpu" else "auto",
-        # vLLM cannot reload the weights of experts that may have adapters, and heads with adapters are slower.
+        # With adapters of the head, vLLM would reserve memory for them, and refuse vocabularies above 258048 tokens.
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
 
