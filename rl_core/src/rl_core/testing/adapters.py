@@ -8,16 +8,30 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.testing.promises import Found, declares, errors_of_workers, must_raise, promise
+from rl_core.testing.reference import MAX_LENGTH
 from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in
 
 RANK = 64
 _COMPUTED = "test_adapters_are_computed_beside_their_weights"
 _ALONE = "test_a_later_refit_brings_adapters_alone"
 _DECLARED = declares("lora_adapters")
+
+
+class _AdaptedPolicy(PolicyConfig):
+    @property
+    def lora_rank(self) -> int:
+        return RANK
+
+
+def for_adapted_policy(section: GenerationConfig) -> GenerationConfig:
+    """The section of an engine in a run that sends adapters, whose policy has the model of the kit."""
+    policy = _AdaptedPolicy(backend="kit", model_name=str(section.model_name), max_total_sequence_length=MAX_LENGTH)
+    return section.model_copy(update={"lora": "adapter"}).for_policy(policy)
 
 
 @promise(

@@ -77,9 +77,9 @@ class GenerationConformance(Conformance[_Subject]):
     def section(cls) -> GenerationConfig:
         """The engine's section: the model of the kit, with a temperature other than 1."""
         values = {"model_name": str(cls._folder / "model"), "temperature": TEMPERATURE, "max_new_tokens": LIMIT}
-        values |= {"lora": "adapter"} if "lora_adapters" in cls.capabilities() else {}
         values |= {"backend": cls.component, **cls.config}
-        return section_of(cls.registered(), GenerationConfig, values)
+        section = section_of(cls.registered(), GenerationConfig, values)
+        return adapters.for_adapted_policy(section) if "lora_adapters" in cls.capabilities() else section
 
     @classmethod
     def create(cls) -> _Subject:
