@@ -189,7 +189,7 @@ def trained(pair):
 def test_the_canary_stops_an_engine_that_computes_with_a_wrong_adapter(trained, fault, monkeypatch):
     replace = EngineAdapter.replace
     with monkeypatch.context() as patch:
-        # Without a fault of its own, the engine keeps the adapter of the step before.
+        # Without a fault, the engine keeps the adapter of the step before.
         patch.setattr(EngineAdapter, "replace", lambda self, tensors: fault and replace(self, fault(tensors)))
         with pytest.raises(WeightSyncError, match="computes log-probabilities that differ from the policy's"):
             trained.synchronizer().sync()

@@ -12,7 +12,7 @@ CHECKED_ELSEWHERE = {
     "docs/data.md": "tests/core/data/test_data_docs.py reads the data as well",
     "docs/nemo_rl_names.md": "tests/backends_openai/test_promised_configs.py trains with them",
     "docs/dependencies_that_conflict.md-0": "needs another interpreter: tests/plugins/test_dependencies_that_conflict.py",
-    "docs/lora.md-1": "needs an adapter: tests/backends_hf/test_lora_life.py",
+    "docs/lora.md-2": "needs an adapter: tests/backends_hf/test_lora_life.py",
     "docs/write_a_logger.md": "needs the plugin of the page: tests/plugins/test_scaffold.py trains with it",
     "rl_backends_openai/README.md-0": "only for `rlcore eval`: tests/backends_openai/test_evaluation.py",
     "docs/write_an_algorithm.md": "needs the plugin of the page: tests/plugins/test_scaffold.py trains with it",

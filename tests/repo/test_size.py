@@ -16,6 +16,7 @@ TOO_LONG = "with it, or with all of these, its reader would have more than 500 l
 SMALL = {
     "rl_backends_base.config": "a section imports no torch; sections of plugins derive from it",
     "rl_backends_vllm.executors": "derives from classes of vLLM, which its reader imports late",
+    "rl_core.testing.adapters": TOO_LONG,
     "rl_core.testing.pytest_plugin": "pytest loads it by name",
     "rl_envs.code.harness": "the programs that run in a sandbox, as source",
     "rl_sandbox.interpreter": "isolation is reviewed page by page",

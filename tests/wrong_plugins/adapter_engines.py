@@ -42,7 +42,7 @@ class LeavesOutTheScale(AdaptersOf):
 
 
 class TransposesSquareMatrices(AdaptersOf):
-    """Multiplies with A transposed where that has the same shape."""
+    """Multiplies with A transposed if that has the same shape."""
 
     class Worker(Worker):
         def added(self, name, layer, x):

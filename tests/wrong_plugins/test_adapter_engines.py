@@ -8,7 +8,7 @@ from rl_core.testing.promises import Status
 from rl_core.testing.pytest_plugin import results_of
 
 FIRST, LATER, PAUSE, UNKNOWN = (
-    "test_adapters_are_computed_beside_their_weights",
+    "test_adapters_are_added_to_their_layers",
     "test_a_later_refit_brings_adapters_alone",
     "test_adapters_outlast_a_pause",
     "test_adapters_that_fit_no_layer_are_refused",

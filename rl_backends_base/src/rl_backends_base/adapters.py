@@ -1,6 +1,6 @@
 """Low-rank adapters of the linear layers of a sampling model: each computes W x + s B A x and keeps its weight W unchanged.
 
-The adapter is added in a forward hook, so the layer keeps its class, its name and any faster forward of its own. As in a policy
+The adapter is added in a forward hook, so the layer keeps its class, its name and any faster forward. As in a policy
 with adapters, their product is computed in their own data type, and the sum is rounded once to that of the layer.
 """
 

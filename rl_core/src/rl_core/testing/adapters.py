@@ -17,7 +17,7 @@ from rl_core.testing.reference import MAX_LENGTH
 from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in
 
 RANK = 64
-_COMPUTED = "test_adapters_are_computed_beside_their_weights"
+_COMPUTED = "test_adapters_are_added_to_their_layers"
 _ALONE = "test_a_later_refit_brings_adapters_alone"
 _DECLARED = declares("lora_adapters")
 
@@ -39,7 +39,7 @@ def for_adapted_policy(section: GenerationConfig) -> GenerationConfig:
     applies=_DECLARED,
     after="test_a_refit_brings_the_trained_weights",
 )
-def test_adapters_are_computed_beside_their_weights(self: Any) -> str:
+def test_adapters_are_added_to_their_layers(self: Any) -> str:
     """The promise of the first refit with adapters."""
     self.subject().sender.adapt(self.model.adapted, rank=RANK)
     self._refitted(seed=31)

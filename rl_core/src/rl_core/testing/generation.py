@@ -416,7 +416,7 @@ class GenerationConformance(Conformance[_Subject]):
         ]
         return list(zip(_completions(self._generate(rows, greedy=True)), expected, strict=True))
 
-    test_adapters_are_computed_beside_their_weights = adapters.test_adapters_are_computed_beside_their_weights
+    test_adapters_are_added_to_their_layers = adapters.test_adapters_are_added_to_their_layers
     test_a_later_refit_brings_adapters_alone = adapters.test_a_later_refit_brings_adapters_alone
     test_adapters_outlast_a_pause = adapters.test_adapters_outlast_a_pause
     test_adapters_that_fit_no_layer_are_refused = adapters.test_adapters_that_fit_no_layer_are_refused
