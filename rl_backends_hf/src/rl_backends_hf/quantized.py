@@ -21,7 +21,6 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.transformers_internals import keep_in_fp32_modules
 from rl_core.errors import NotSupportedError
 
 _BLOCK: Final = 64
@@ -132,7 +131,7 @@ def layers_to_quantize(model: PreTrainedModel, options: HFModelConfig) -> list[n
     key = options.quantized_by
     if key is None:
         return []
-    kept = HfQuantizer.get_modules_to_not_convert(model, None, keep_in_fp32_modules(model))
+    kept = HfQuantizer.get_modules_to_not_convert(model)
     layers = [layer for name, layer in model.named_modules() if type(layer) is nn.Linear and should_convert_module(name, kept)]
     if not layers or any(isinstance(module, Conv1D) for module in model.modules()):
         raise NotSupportedError(

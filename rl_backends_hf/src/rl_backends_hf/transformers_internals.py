@@ -54,12 +54,6 @@ def names_of_layers(model: torch.nn.Module) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
-def keep_in_fp32_modules(model: PreTrainedModel) -> list[str] | None:
-    """Names of modules whose weights Transformers neither quantizes nor loads in 16 bits."""
-    names: list[str] | None = model._keep_in_fp32_modules
-    return names
-
-
 def cache_keyword(model: PreTrainedModel) -> str:
     """The argument of the forward pass that takes keys and values: `cache` since Transformers 5.24, `past_key_values` before.
 
