@@ -281,3 +281,14 @@ def test_the_plan_counts_the_bytes_that_are_allocated(wide_folder, model_folder,
     largest = max(layer.form().nbytes for layer in worker.model.model.modules() if isinstance(layer, QuantizedLinear))
     assert phases["train"]["dequantized layer"] == largest
     assert PolicyMemory(worker.config).not_counted() == []
+
+
+def test_the_plan_suggests_a_base_in_4_bits_that_saves_memory(wide_folder, parts):
+    plain = parts.make_config(wide_folder, hf={"lora": {"rank": 4}})
+    assert PolicyMemory(plain).saving_overrides() == ["++policy.hf_cfg.load_in_4bit=true"]
+    quantized = parts.make_config(wide_folder, hf={"lora": {"rank": 4}, "load_in_4bit": True})
+    assert PolicyMemory(quantized).saving_overrides() == []
+    asked = {"ranks": 1, "several": False, "score": None, "train": None, "reference": False, "on_gpu": False}
+    one, other = (PolicyMemory(config).by_phase(**asked)["held"] for config in (plain, quantized))
+    assert other.pop("weights") < one.pop("weights")
+    assert one == other

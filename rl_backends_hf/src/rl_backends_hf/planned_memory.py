@@ -151,7 +151,8 @@ class PolicyMemory:
 
     def saving_overrides(self) -> list[str]:
         config = self._config
-        return ["++policy.hf_cfg.lora.rank=16"] if config.hf_cfg.lora is None and config.head == "tokens" else []
+        adapters = ["++policy.hf_cfg.lora.rank=16"] if config.hf_cfg.lora is None and config.head == "tokens" else []
+        return adapters + (["++policy.hf_cfg.load_in_4bit=true"] if config.hf_cfg.quantized_by is None else [])
 
 
 class EngineMemory:
