@@ -189,7 +189,7 @@ def trained(pair):
 def test_the_canary_stops_an_engine_that_computes_with_a_wrong_adapter(trained, fault, monkeypatch):
     replace = EngineAdapter.replace
     with monkeypatch.context() as patch:
-        # Without a fault, the engine keeps the adapter of the step before.
+        # Without any of these faults, the engine keeps the adapter of the step before.
         patch.setattr(EngineAdapter, "replace", lambda self, tensors: fault and replace(self, fault(tensors)))
         with pytest.raises(WeightSyncError, match="computes log-probabilities that differ from the policy's"):
             trained.synchronizer().sync()
@@ -278,8 +278,8 @@ def test_an_engine_without_adapters_refuses_them(path):
 
 
 def test_another_version_of_vllm_is_named_if_it_stores_adapters_elsewhere():
-    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=object()))
-    with pytest.raises(NotSupportedError, match=r"^vLLM 0\.\d+\.\d+.* stores LoRA adapters differently.*_adapter_manager"):
+    worker = SimpleNamespace(model_runner=object(), get_model=object)
+    with pytest.raises(NotSupportedError, match=r"^vLLM 0\.\d+\.\d+.* stores LoRA adapters differently.*lora_manager"):
         EngineAdapter(worker)
 
 

@@ -79,7 +79,7 @@ class EngineAdapter:
     def __init__(self, worker: Any) -> None:
         self._runner = worker.model_runner
         try:
-            manager = self._manager = self._runner.lora_manager._adapter_manager
+            manager = self._manager = worker.get_model().lora_manager
             self._modules, self._fused = manager.modules, manager.packed_modules
             self._dtype, self._max_rank = manager.lora_config.lora_dtype, manager.lora_config.max_lora_rank
             mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -154,7 +154,7 @@ class EngineAdapter:
         )
 
     def _module_of(self, layer: str) -> tuple[Any, int] | None:
-        """VLLM's layer with buffers of adapters, and the index of the checkpoint's layer among those that it fuses."""
+        """The layer of vLLM that has buffers of adapters, and the index of the checkpoint's layer among those that it fuses."""
         name = self._name(layer)
         fused = next((fused for fused, names in self._fused.items() if name in names), name)
         names = self._fused.get(fused, [name])
