@@ -50,13 +50,14 @@ def section(path, **cfg):
     )
 
 
-def make_policy(path, cluster):
+def make_policy(path, cluster, generation=None, **fields):
     return HuggingFacePolicy(
         config=HFPolicyConfig(
             model_name=path,
             max_total_sequence_length=LENGTH,
-            generation=section(path),
+            generation=generation or section(path),
             optimizer=OptimizerConfig(kwargs={"lr": 5e-3, "weight_decay": 0.0}),
+            **fields,
         ),
         cluster=cluster,
         num_workers=1,
@@ -224,6 +225,31 @@ def test_an_engine_core_that_is_killed_while_idle_or_in_a_refit_is_replaced_with
         stopped.join()
         assert engine.generate(rows(4))["weight_version"].tolist() == [2] * 6
         assert engine.restarts == 2
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_replica_that_is_killed_comes_back_with_frozen_weights_and_adapter(path, cluster, name):
+    adapted = section(path, max_lora_rank=8).model_copy(update={"lora": "adapter"})
+    policy = make_policy(path, cluster, generation=adapted, precision="float32", hf_cfg={"lora": {"rank": 4, "alpha": 64}})
+    engine = VllmGeneration(cluster, adapted)
+    try:
+        sync = synchronizer(policy, engine, cluster, name)
+        sizes = []
+        for step in (1, 2):
+            take_step(policy, step)
+            sizes.append(sync.sync()["refit/bytes"])
+        assert sizes[1] < sizes[0] / 5, "only adapters are sent"
+        undisturbed = engine.generate(rows(3, count=12))
+        os.kill(engine.group.pids()[0], signal.SIGKILL)
+        again = engine.generate(rows(3, count=12))
+        assert engine.restarts == 1
+        torch.testing.assert_close(again["logprobs"], undisturbed["logprobs"], atol=1e-5, rtol=0)
+        take_step(policy, 3)
+        assert sync.sync()["refit/canary_error"] < 1e-5
+        assert engine.generate(rows(4))["weight_version"].tolist() == [3] * 6
     finally:
         engine.shutdown()
         policy.shutdown()
