@@ -123,9 +123,12 @@ class LoraAdapters:
 
     def manifest(self) -> RefitManifest:
         """Name to (shape, dtype) of the base model's weights under its own names, followed by those of unmerged adapters."""
+        return {**self._frozen, **manifest_of(self._unmerged())}
+
+    @cached_property
+    def _frozen(self) -> RefitManifest:
         live = {**weights_of(self._model), **{key: layer.form() for key, layer in self._quantized.items()}}
-        own = {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
-        return {**own, **manifest_of(self._unmerged())}
+        return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each weight as if the adapters were merged, or of each weight and each adapter.
@@ -136,8 +139,11 @@ class LoraAdapters:
         Args:
             names: these, in this order; all by default.
         """
-        live, unmerged = weights_of(self._model), self._unmerged()
-        for name in (*self._current_names, *unmerged) if names is None else names:
+        unmerged = self._unmerged()
+        wanted = (*self._current_names, *unmerged) if names is None else names
+        # Going through the modules of a large model takes longer than sending adapters alone.
+        live = weights_of(self._model) if any(name not in unmerged for name in wanted) else {}
+        for name in wanted:
             if name in unmerged:
                 yield name, unmerged[name]
                 continue
