@@ -2,20 +2,17 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from rank_processes import RankProgram
 from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
-from rl_core.rendezvous.interfaces import free_port
 from rl_core.weights.fingerprint import tensor_digest
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic import ArithmeticDataset
@@ -460,30 +457,6 @@ def test_the_policy_samples_with_its_adapters(parts, start):
     torch.testing.assert_close(scored[sampled], output["logprobs"][sampled], rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_two_ranks_train_the_adapters_of_one(peft, parts, model_folder, tmp_path):
-    sys.path.insert(0, str(Path(__file__).parent))
-    from lora_ranks import FIELDS
-
-    program = Path(__file__).with_name("lora_ranks.py")
-    RankProgram(program, model_folder("qwen2"), tmp_path, free_port("127.0.0.1")).wait()
-    alone = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("qwen2"), **FIELDS))
-    alone.setup()
-    norms = [result.grad_norm for result in train(alone, parts, 5, 5, 5)]
-    found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
-    assert_same(found[0]["weights"], found[1]["weights"])
-    for rank in found:
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        for name, tensor in alone.iter_weights():
-            # Sums over ranks are in another order than those over rows; a step moves a matrix by about 0.2.
-            torch.testing.assert_close(rank["weights"][name], tensor, rtol=0, atol=1e-5)
-    resumed = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("qwen2"), **FIELDS))
-    resumed.setup()
-    resumed.load_checkpoint(tmp_path / "two" / "w", tmp_path / "two" / "o")
-    assert_same(handed_on(resumed), found[0]["weights"])
-    assert resumed.get_weight_version() == 3
-
-
 def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(parts, model_folder, start, tmp_path):
     worker = start()
     train(worker, parts, 1)
@@ -545,7 +518,7 @@ def test_modules_that_cannot_be_adapted_are_explained(start, lora, says):
         ({"lora": {"rank": 0}}, "greater than or equal to 1"),
         ({"lora": {"dropout": 1.0}}, "less than 1"),
         ({"lora": {"target_modules": []}}, "nothing would be trained"),
-        ({"lora": {}, "data_parallel": "fsdp2"}, "lora requires data_parallel: replicate"),
+        ({"lora": {"use_dora": True}, "data_parallel": "fsdp2"}, r"lora\.use_dora requires data_parallel: replicate"),
     ],
 )
 def test_an_invalid_section_is_an_error_with_a_reason(hf, says):

@@ -7,7 +7,7 @@ float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 from rl_backends_base.shards import local, reshard
 from rl_core.backend import WorkerContext
@@ -95,6 +96,8 @@ class Parallel:
 class FullyShard(Parallel):
     """Weights, gradients and optimizer state are sharded over the ranks (FSDP2): one unit per decoder layer, then the root.
 
+    Parameters that are not sharded, such as adapters, are the same on all ranks, and their gradients are summed over all.
+
     With fewer shards than ranks (HSDP), consecutive ranks share one copy, and gradients are summed over the copies.
 
     Args:
@@ -120,14 +123,24 @@ class FullyShard(Parallel):
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def distribute(
-        self, model: nn.Module, layers: Sequence[nn.Module], *, trainable: bool = True, forward_methods: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        *,
+        trainable: bool = True,
+        offloads: bool = True,
+        unsharded: Collection[nn.Parameter] = (),
+        forward_methods: Sequence[str] = (),
     ) -> None:
         """Shard a model over the ranks.
 
         Args:
             model: the full model, identical on all ranks; or without values, on the device `meta`.
             layers: its decoder layers.
-            trainable: a frozen model is kept in CPU memory and moved to the device when used.
+            trainable: whether the weights are trained; otherwise they are frozen and keep their data type.
+            offloads: whether a frozen model is kept in CPU memory and moved to the device when used.
+            unsharded: parameters that each rank keeps whole. Like those that are added later, such as adapters, they may be
+                trained with a frozen model.
             forward_methods: methods that compute with the weights, besides `forward`.
         """
         offload = OffloadPolicy()
@@ -135,14 +148,15 @@ class FullyShard(Parallel):
             model.float()
         else:
             model.requires_grad_(False)
-            if self.device.type == "cuda":
+            if offloads and self.device.type == "cuda":
                 model.cpu()
                 offload = CPUOffloadPolicy()
         precision = MixedPrecisionPolicy()
         if trainable:
             precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+        options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": set(unsharded)}
         for module in (*layers, model):
-            unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+            unit = fully_shard(module, **options)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         _prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], self._prefetched_layers)
@@ -150,11 +164,13 @@ class FullyShard(Parallel):
             register_fsdp_forward_method(model, method)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        fill_missing_gradients(parameters)  # torch has summed the others
+        fill_missing_gradients(parameters)  # torch has summed those of shards
+        super().sum_gradients({name: each for name, each in parameters.items() if not isinstance(each, DTensor)})
 
     def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        squared = norm_of([local(gradient) for gradient in gradients], self.device).square()
+        squared = norm_of([local(each) for each in gradients if isinstance(each, DTensor)], self.device).square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
+        squared += norm_of([each for each in gradients if not isinstance(each, DTensor)], self.device).square()
         return squared.sqrt()
 
     def after_forward(self, model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -42,6 +44,24 @@ def copy_from_files(module: nn.Module) -> None:
     """Copy weights that are mapped from files: they would change with a file that is overwritten in place."""
     for tensor in map(local, chain(module.parameters(), module.buffers())):
         tensor.data = tensor.clone()
+
+
+@contextmanager
+def placeholders_of_shards(module: nn.Module) -> Iterator[None]:
+    """While the block runs, sharded parameters are replaced by plain, frozen ones of the full shape, which need no memory.
+
+    Their values are undefined; their dtype and device are those of the shards.
+    """
+    of_modules = [(each, *item) for each in module.modules() for item in each.named_parameters(recurse=False)]
+    sharded = [(holder, key, shards) for holder, key, shards in of_modules if isinstance(shards, DTensor)]
+    for holder, key, shards in sharded:
+        empty = torch.empty((), dtype=shards.dtype, device=shards.device)
+        holder.register_parameter(key, nn.Parameter(empty.expand(shards.shape), requires_grad=False))
+    try:
+        yield
+    finally:
+        for holder, key, shards in sharded:
+            holder.register_parameter(key, shards)
 
 
 def reshard(module: nn.Module) -> None:

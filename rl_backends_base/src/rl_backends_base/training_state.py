@@ -147,7 +147,9 @@ class TrainingState(TrainingStateBase):
 
     @property
     def _shard(self) -> tuple[int, int]:
-        """Which shard of the weights this rank has, from 0, and how many there are."""
+        """Which shard of the trained weights this rank has, from 0, and how many there are."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.masters.parameters.values()):
+            return 0, 1
         return self.parallel.rank % self.parallel.num_shards, self.parallel.num_shards
 
     def clear_gradients(self) -> None:

@@ -125,7 +125,7 @@ class HFConfig(HFModelConfig):
 
     data_parallel: Literal["replicate", "fsdp2"] = "replicate"
     """How ranks share the work: `replicate` keeps a whole copy of the model on each rank and sums gradients; `fsdp2` shards
-    weights, gradients and optimizer state."""
+    weights, gradients and optimizer state; with `lora`, it shards the frozen weights."""
     distributed_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Timeout of collective operations between ranks, and of joining their process group, in seconds."""
     fsdp_num_shards: int | None = Field(default=None, ge=2)
@@ -161,9 +161,9 @@ class HFConfig(HFModelConfig):
     def _check_lora(self) -> HFConfig:
         if self.lora is None:
             return self
-        if self.data_parallel == "fsdp2":
+        if self.data_parallel == "fsdp2" and self.lora.use_dora:
             raise ValueError(
-                "lora requires data_parallel: replicate, because each refit merges adapters into unsharded weights; the "
-                "gradients and optimizer state that fsdp2 would shard are small with lora"
+                "lora.use_dora requires data_parallel: replicate, because its magnitudes start as norms of whole weights, of "
+                "which fsdp2 gives each rank a shard. Remove one of the two"
             )
         return self

@@ -240,7 +240,8 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     """Bytes of weights, gradients, masters and optimizer state on one rank.
 
     Trained weights have float32 masters, gradients and moments (https://arxiv.org/abs/1910.02054, section 3.1, with float32
-    gradients). A float32 weight, and an adapter, is its own master. FSDP2 shards all of them.
+    gradients). A float32 weight, and an adapter, is its own master. FSDP2 shards all of them; with adapters, only the frozen
+    weights.
     """
     hf = config.hf_cfg
     width = DTYPES[config.dtype_name].itemsize
@@ -248,9 +249,10 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
     if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
         per_weight = 4.0
-    held = {"gradients": 4 * trained // shards, "optimizer state": int(per_weight * trained) // shards}
+    state_shards = shards if hf.lora is None else 1
+    held = {"gradients": 4 * trained // state_shards, "optimizer state": int(per_weight * trained) // state_shards}
     if hf.lora is not None:
-        held["weights"] = width * (weights - trained) + 4 * trained
+        held["weights"] = width * (weights - trained) // shards + 4 * trained
     elif shards > 1:
         held["weights"] = (4 if trained else width) * weights // shards
     else:
@@ -313,10 +315,7 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
     shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
     given = padded_input(ids, lengths, device=_CPU, shift=shift)
-    _adapt(model, config)
-    if config.activation_checkpointing and how.training:
-        checkpoint_activations(model)
-    scoring = _scoring_of(config, model).train(how.training)
+    scoring = _scoring_of(config, model)
     if how.shards > 1:
         prefetched = config.hf_cfg.fsdp_prefetched_layers
         rank = WorkerContext(rank=0, world_size=how.shards, local_rank=0, node_rank=0, master_address="", master_port=0)
@@ -324,9 +323,13 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
         parallel.distribute(
             scoring,
             decoder_layers(scoring.model),
-            trainable=not config.frozen,
+            trainable=not config.frozen and config.hf_cfg.lora is None,
             forward_methods=scoring.extra_forward_methods,
         )
+    _adapt(model, config)
+    if config.activation_checkpointing and how.training:
+        checkpoint_activations(model)
+    scoring.train(how.training)
     with without_data() as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)

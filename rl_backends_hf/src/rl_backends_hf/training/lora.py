@@ -28,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rl_backends_base.shards import placeholders_of_shards, whole
 from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
@@ -49,7 +50,7 @@ class LoraAdapters:
     """The adapters of one model, which is changed in place: its base weights are frozen, its adapters are trainable.
 
     Args:
-        model: a plain, unsharded model.
+        model: a plain model, possibly sharded; then `iter_weights` is collective over the ranks.
         config: `policy.hf_cfg.lora`.
         base: `policy.model_name`, recorded in the adapter's files as its base model.
         head: the model's head type; a scalar head is trained too.
@@ -94,7 +95,8 @@ class LoraAdapters:
         self._uses_dora = config.use_dora
         # A is random: draw the same on all ranks, and leave the state of their generators unchanged.
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        # For a sharded layer, peft would create an adapter of the shape of this rank's shard.
+        with torch.random.fork_rng(devices=sorted(devices, key=str)), placeholders_of_shards(model):
             torch.manual_seed(config.seed)
             try:
                 self._peft_model = peft.get_peft_model(model, settings)
@@ -148,7 +150,7 @@ class LoraAdapters:
                 yield name, unmerged[name]
                 continue
             key, layer = self._current_names[name], self._layers.get(name)
-            weight = self._quantized[key].full_weight() if key in self._quantized else live[key].detach()
+            weight = self._quantized[key].full_weight() if key in self._quantized else whole(live[key].detach())
             yield name, self._merged(layer, weight) if layer is not None and self._exports_merged else weight
 
     def _unmerged(self) -> dict[str, torch.Tensor]:

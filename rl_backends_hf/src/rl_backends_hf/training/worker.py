@@ -42,7 +42,7 @@ from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.quantized import is_quantized, num_weights
 from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.probe import probe_scoring
-from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
+from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring, scalar_head
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.static_checks import check_combinations
 from rl_backends_hf.training.lora import LoraAdapters
@@ -151,7 +151,8 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         if isinstance(self.parallel, FullyShard):
             # Shards are float32 master weights themselves, and are rounded when they are gathered.
             dtype = torch.float32 if trains_all_weights else self.dtype
-            return load_sharded(name, self._make_scoring, parallel=self.parallel, dtype=dtype, **source)
+            how = {"parallel": self.parallel, "dtype": dtype, "trainable": hf.lora is None, "offloads": False}
+            return load_sharded(name, self._make_scoring, **how, **source)
         source |= {"dtype": self.dtype, "device": self.device}
         if trains_all_weights and self.dtype != torch.float32 and hf.quantized_by is None:
             model, self.exact_weights = load_model_with_exact_weights(name, **source)
@@ -186,6 +187,9 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
     def trained_dtype(self) -> torch.dtype:
         # Adapters are float32 with a base of any dtype, and are saved unrounded.
         return self.dtype if self._adapters is None else torch.float32
+
+    def weight_shard(self) -> str:
+        return super().weight_shard() if self._adapters is None else ""
 
     def make_state(self) -> TrainingStateBase | None:
         return None if self._quantized and self._adapters is None else super().make_state()
@@ -358,6 +362,7 @@ def load_sharded(
     dtype: torch.dtype,
     head: Head = "tokens",
     trainable: bool = True,
+    offloads: bool = True,
 ) -> ScoringModel:
     """A model of which each rank has its shards, and has read no other weights.
 
@@ -370,7 +375,8 @@ def load_sharded(
         options: how to load it.
         dtype: of the shards.
         head: head type.
-        trainable: as in `FullyShard.distribute`.
+        trainable: as in `FullyShard.distribute`. The scalar head of a frozen model is not sharded, because it is trained.
+        offloads: as in `FullyShard.distribute`.
 
     Raises:
         UserError: as `load_model_shards`.
@@ -380,7 +386,14 @@ def load_sharded(
     def shard(model: PreTrainedModel) -> None:
         made.append(make_scoring(model))
         scoring = made[0]
-        parallel.distribute(scoring, decoder_layers(model), trainable=trainable, forward_methods=scoring.extra_forward_methods)
+        parallel.distribute(
+            scoring,
+            decoder_layers(model),
+            trainable=trainable,
+            offloads=offloads,
+            unsharded=[*scalar_head(model).parameters()] if head == "scalar" and not trainable else [],
+            forward_methods=scoring.extra_forward_methods,
+        )
 
     empty = model_without_weights(name, options=options, head=head)
     why = "it is a GGUF file" if is_gguf(name) else why_read_whole(empty, parallel.num_shards)
@@ -390,7 +403,7 @@ def load_sharded(
         _log.warning("Each rank reads all weights of %s into CPU memory before it keeps its shards: %s.", name, why)
         shard(load_model(name, options=options, dtype=dtype, head=head))
     (scoring,) = made
-    if trainable:
+    if trainable or not offloads:
         return scoring.to(parallel.device)
     for buffer in scoring.buffers():
         buffer.data = buffer.to(parallel.device)
