@@ -17,6 +17,7 @@ from conftest import NLL, VALUE_FIELDS, SquaredValues, counts_of, make_config, m
 from rank_processes import fork_ranks
 
 from rl_backends_base.shards import local
+from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
 
 GENERATION = {"backend": "hf", "max_new_tokens": 4, "lora": "adapter"}
@@ -34,12 +35,17 @@ CASES = {
 }
 
 
-def make_worker(models: Path, case: str, rank: int, world: int, port: int = 0) -> HFPolicyWorker:
-    """A worker of a case; one row in a microbatch, so that rows round in the same way on any number of ranks."""
+def config_of(models: Path, case: str) -> HFPolicyConfig:
+    """The section of a case; one row in a microbatch, so that rows round in the same way on any number of ranks."""
     fields = {**VALUE_FIELDS, "head": "tokens", **CASES[case], "train_micro_batch_size": 1, "logprob_batch_size": 1}
     fields["hf"] = {**fields["hf"], "lora": {"rank": 4}}
     fields["optimizer"] = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05, "momentum": 0.9}}
-    worker = HFPolicyWorker(make_context(rank, world, port), make_config(str(models / fields.pop("kind")), **fields))
+    return make_config(str(models / fields.pop("kind")), **fields)
+
+
+def make_worker(models: Path, case: str, rank: int, world: int, port: int = 0) -> HFPolicyWorker:
+    """A worker of a case."""
+    worker = HFPolicyWorker(make_context(rank, world, port), config_of(models, case))
     worker.setup()
     return worker
 
@@ -68,6 +74,8 @@ def results_of(worker: HFPolicyWorker, rows, counts, folder: Path) -> dict[str, 
     trained = dict(worker.trained_weights())
     found["trained"] = {name: tensor.detach().clone() for name, tensor in trained.items()}
     found["frozen"] = sum(local(each).numel() for each in worker.model.parameters() if not each.requires_grad)
+    held = {"weights": worker.model.parameters(), "optimizer state": worker.tensors_by_kind()["optimizer state"]}
+    found["held"] = {kind: sum(local(each).nbytes for each in tensors) for kind, tensors in held.items()}
     worker.save_checkpoint(folder / "w", folder / "o")
     train("after")
     worker.load_checkpoint(folder / "w", folder / "o")

@@ -11,11 +11,12 @@ import torch
 import transformers
 from rank_processes import RankProgram
 
+from rl_backends_hf.planned_memory import PolicyMemory
 from rl_core.rendezvous.interfaces import free_port
 
 PROGRAM = Path(__file__).with_name("lora_ranks.py")
 CASES = ("replicate", "fsdp2", "unmerged", "values")
-SHARDED = CASES[1:]
+FLOAT32, SHARDED = CASES[:2], CASES[1:]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def ranks(parts, model_folder, tmp_path_factory):
     models, out, rows = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out"), parts.make_rows()
     for kind in ("qwen2", "llama-tied"):
         (models / kind).symlink_to(model_folder(kind))
-    value = transformers.AutoModelForSequenceClassification.from_pretrained(model_folder("qwen2"), num_labels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        value = transformers.AutoModelForSequenceClassification.from_pretrained(model_folder("qwen2"), num_labels=1)
     value.save_pretrained(models / "value")
     alone = {}
     for case in CASES:
@@ -39,7 +42,7 @@ def ranks(parts, model_folder, tmp_path_factory):
         alone[case] = program.results_of(worker, rows, parts.counts_of(rows), out / case / "one-after")
     RankProgram(PROGRAM, models, out, *(free_port("127.0.0.1") for _ in CASES)).wait()
     two = {case: [torch.load(out / f"{case}-{rank}.pt", weights_only=False) for rank in range(2)] for case in CASES}
-    return alone, two, out, lambda case: program.make_worker(models, case, 0, 1)
+    return alone, two, out, lambda case: program.make_worker(models, case, 0, 1), lambda case: program.config_of(models, case)
 
 
 def all_but(fast, cases):
@@ -55,21 +58,23 @@ def assert_close(one, other, **tolerances):
 @pytest.mark.parametrize("case", all_but("unmerged", CASES))
 def test_two_ranks_that_resume_the_checkpoint_of_one_take_its_steps(parts, ranks, case):
     alone, two = ranks[0][case], ranks[1][case]
-    for key in ("steps", "after"):
-        for step, (loss, norm) in enumerate(alone[key]):
-            assert sum(rank[key][step][0] for rank in two) == pytest.approx(loss, rel=1e-4)
-            assert [rank[key][step][1] for rank in two] == [pytest.approx(norm, rel=1e-4)] * 2
+    # Sums over ranks are in another order than those over rows. After the first step, adapters differ in their last bit, so that
+    # activations in bfloat16 may round differently, by up to 2^-8.
+    close = 1e-4 if case in FLOAT32 else 4e-3
+    for step, (loss, norm) in enumerate(alone["steps"] + alone["after"]):
+        of_ranks = [(rank["steps"] + rank["after"])[step] for rank in two]
+        expected = pytest.approx((loss, norm, norm), rel=1e-5 if step == 0 else close)
+        assert (sum(each[0] for each in of_ranks), of_ranks[0][1], of_ranks[1][1]) == expected
     for rank in two:
-        # Sums over ranks are in another order than those over rows; a step moves an adapter by about 0.2.
-        assert_close(alone["trained"], rank["trained"], rtol=0, atol=2e-5)
+        # A step moves an adapter by about 0.2.
+        assert_close(alone["trained"], rank["trained"], rtol=0, atol=close)
         assert rank["after"][0] == rank["after"][1], "the same step before and after loading"
         assert rank["version"] == 4
     shards = parts.make_rows()
     for key in {"scores", "reference"} & alone.keys():
         shards[key] = alone[key]
         for rank, shard in enumerate(shards.shard_by_batch_size(2)):
-            tolerance = 0 if key == "reference" else 1e-3 if case in ("unmerged", "values") else 1e-4
-            torch.testing.assert_close(two[rank][key], shard[key], rtol=0, atol=tolerance)
+            torch.testing.assert_close(two[rank][key], shard[key], rtol=0, atol=0 if key == "reference" else 10 * close)
 
 
 @pytest.mark.slow
@@ -108,6 +113,17 @@ def test_each_rank_has_half_of_the_frozen_weights(ranks, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
+def test_the_plan_counts_shards_of_the_base_and_whole_adapters(ranks, case):
+    phases = PolicyMemory(ranks[4](case)).by_phase(
+        ranks=2, train=(1, 8), several=True, score=None, reference=True, on_gpu=False
+    )
+    assert phases["held"] == ranks[1][case][0]["held"]
+    trained = sum(tensor.nbytes for tensor in ranks[1][case][0]["trained"].values())
+    assert phases["update"]["gradients"] == trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_one_rank_resumes_the_checkpoint_of_two(parts, ranks, case):
     two, rows = ranks[1][case], parts.make_rows()
     worker = ranks[3](case)
@@ -115,5 +131,5 @@ def test_one_rank_resumes_the_checkpoint_of_two(parts, ranks, case):
     assert_close(dict(worker.trained_weights()), two[0]["trained"], rtol=0, atol=0)
     assert worker.get_weight_version() == 3
     result = worker.train(rows, parts.SquaredValues() if case == "values" else parts.NLL(), counts=parts.counts_of(rows))[0]
-    assert result.loss == pytest.approx(sum(rank["after"][0][0] for rank in two), rel=1e-4)
-    assert result.grad_norm == pytest.approx(two[0]["after"][0][1], rel=1e-4)
+    assert result.loss == pytest.approx(sum(rank["after"][0][0] for rank in two), rel=1e-5)
+    assert result.grad_norm == pytest.approx(two[0]["after"][0][1], rel=1e-5)

@@ -18,6 +18,7 @@ from rl_backends_hf.model import DTYPES, decoder_layers, load_model, model_witho
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
 from rl_backends_hf.sampling.kv_cache import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.backend import WorkerContext
 
@@ -159,16 +160,19 @@ def test_keys_and_values_of_the_engine_are_limited_as_its_cache_is(model_folder)
     assert limited["rollout"]["keys and values"] == 10 * per_row
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-def test_weights_that_fsdp2_gathers_are_counted_as_by_torch(model_folder, shards):
-    config = make_config(model_folder("llama"), hf={"data_parallel": "fsdp2"})
+@pytest.mark.parametrize(("shards", "lora"), [(2, None), (4, None), (4, {"rank": 4})])
+def test_weights_that_fsdp2_gathers_are_counted_as_by_torch(model_folder, shards, lora):
+    config = make_config(model_folder("llama"), hf={"data_parallel": "fsdp2", "lora": lora})
     phases = planned(config, several=False, ranks=shards, on_gpu=True)
     model = model_without_weights(config.model_name, options=config.hf_cfg).float()
     scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens).train()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
     try:
         context = WorkerContext(rank=0, world_size=shards, local_rank=0, node_rank=0, master_address="", master_port=0)
-        FullyShard(context, compute_dtype=torch.float32).distribute(scoring, decoder_layers(scoring.model))
+        parallel = FullyShard(context, compute_dtype=torch.float32)
+        parallel.distribute(scoring, decoder_layers(scoring.model), trainable=lora is None)
+        if lora is not None:
+            LoraAdapters(model, config.hf_cfg.lora, base=config.model_name)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             use_cpu_sdpa(model)

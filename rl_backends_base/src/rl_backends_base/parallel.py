@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,7 +155,7 @@ class FullyShard(Parallel):
         precision = MixedPrecisionPolicy()
         if trainable:
             precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
-        options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": set(unsharded)}
+        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": set(unsharded)}
         for module in (*layers, model):
             unit = fully_shard(module, **options)
             unit.set_gradient_divide_factor(1.0)

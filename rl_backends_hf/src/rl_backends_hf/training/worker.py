@@ -151,8 +151,8 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         if isinstance(self.parallel, FullyShard):
             # Shards are float32 master weights themselves, and are rounded when they are gathered.
             dtype = torch.float32 if trains_all_weights else self.dtype
-            how = {"parallel": self.parallel, "dtype": dtype, "trainable": hf.lora is None, "offloads": False}
-            return load_sharded(name, self._make_scoring, **how, **source)
+            source |= {"dtype": dtype, "trainable": hf.lora is None, "offloads": False}
+            return load_sharded(name, self._make_scoring, parallel=self.parallel, **source)
         source |= {"dtype": self.dtype, "device": self.device}
         if trains_all_weights and self.dtype != torch.float32 and hf.quantized_by is None:
             model, self.exact_weights = load_model_with_exact_weights(name, **source)
