@@ -20,6 +20,7 @@ from recorded_collectives import RecordedCollectives
 from rl_backends_hf.training.worker import HFPolicyWorker
 
 WORLD = 4
+SMALL_STEPS = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}
 ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}
 
 
@@ -63,6 +64,10 @@ def work(rank: int) -> None:
     found["continued"] = [worker.train(shard, NLL(), counts=counts_of(rows))[0].loss for _ in range(2)]
     worker.load_checkpoint(out / "w", out / "o")
     found["resumed"] = [worker.train(shard, NLL(), counts=counts_of(rows))[0].loss for _ in range(2)]
+    worker.shutdown()
+    worker = worker_of(rank, next(ports), hf={"fsdp_num_shards": 2, "lora": {"rank": 4}}, optimizer=SMALL_STEPS)
+    found["lora"] = [worker.train(shard, NLL(), counts=counts_of(rows))[0].grad_norm for _ in range(3)]
+    found["lora sample"] = worker.weight_sample(whole=True)
     worker.shutdown()
     found["gathered"] = [gathers_before_layers(rank, next(ports), layers, shard) for layers in (0, 1)]
     torch.save(found, out / f"rank-{rank}.pt")

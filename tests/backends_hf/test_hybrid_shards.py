@@ -10,6 +10,7 @@ import torch
 from rank_processes import RankProgram
 
 from rl_backends_hf.model_options import HFConfig
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import ConfigError
 from rl_core.rendezvous.interfaces import free_port
 from rl_train.config.loader import load_config
@@ -42,6 +43,21 @@ def test_copies_hold_the_same_shards_and_each_rank_half_of_the_weights(ranks):
     digests = [rank["sample"].digest for rank in ranks]
     assert digests[:2] == digests[2:]
     assert digests[0] != digests[1]
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shards_train_the_adapters_of_one_rank(parts, model_folder, ranks):
+    steps = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}, "max_grad_norm": None}
+    config = parts.make_config(model_folder("llama-tied"), hf={"lora": {"rank": 4}}, **steps)
+    alone = HFPolicyWorker(parts.make_context(), config)
+    alone.setup()
+    rows = parts.make_rows()
+    norms = [alone.train(rows, parts.NLL(), counts=parts.counts_of(rows))[0].grad_norm for _ in range(3)]
+    for rank in ranks:
+        assert rank["lora"] == pytest.approx(norms, rel=1e-4)
+    samples = {(rank["lora sample"].shard, rank["lora sample"].digest) for rank in ranks}
+    assert len(samples) == 1
+    assert {shard for shard, _ in samples} == {""}
 
 
 def test_a_resumed_run_continues_as_without_the_interruption(ranks):
