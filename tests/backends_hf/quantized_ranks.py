@@ -27,9 +27,9 @@ WORLD = int(sys.argv[3])
 SCHEDULER = {"name": "linear", "kwargs": {"num_warmup_steps": 4, "num_training_steps": 20}}
 
 
-def worker_of(rank: int, port: int, name: str, lr: float = 1e-2, **fields) -> HFPolicyWorker:
+def worker_of(rank: int, port: int, name: str, lr: float = 1e-2, lora=None, **fields) -> HFPolicyWorker:
     optimizer = {"name": name, "kwargs": {"lr": lr}}
-    hf = {"data_parallel": "fsdp2"} if WORLD > 1 else {}
+    hf = {"data_parallel": "fsdp2" if WORLD > 1 else "replicate", "lora": lora}
     config = make_config(sys.argv[1], hf=hf, optimizer=optimizer, scheduler=SCHEDULER, train_micro_batch_size=2, **fields)
     worker = HFPolicyWorker(make_context(rank, WORLD, port), config)
     worker.setup()
@@ -40,6 +40,21 @@ def state_of(worker: HFPolicyWorker) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of this rank."""
     trained = {name: tensor.clone() for name, tensor in worker.trained_weights()}
     return trained | {str(number): tensor.clone() for number, tensor in enumerate(worker.state.tensors())}
+
+
+def adapter_steps(rank: int, port: int, shard, counts, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """State after two steps that two ranks take and one rank loads, and the losses of two more steps."""
+    worker = worker_of(rank, port, "torchao.optim.AdamW8bit", lora={"rank": 64})
+    if WORLD == 1:
+        worker.load_checkpoint(folder / "weights", folder / "optimizer")
+    else:
+        for _ in range(2):
+            worker.train(shard, NLL(), counts=counts)
+        worker.save_checkpoint(folder / "weights", folder / "optimizer")
+    state = state_of(worker)
+    losses = [worker.train(shard, NLL(), counts=counts)[0].loss for _ in range(2)]
+    worker.shutdown()
+    return state, losses
 
 
 def work(rank: int) -> None:
@@ -79,6 +94,7 @@ def work(rank: int) -> None:
         worker = worker_of(rank, next(ports), name)
         found[name] = steps(worker, 6)
         worker.shutdown()
+    found["lora"] = adapter_steps(rank, next(ports), shard, counts, out / "lora")
     if WORLD == 1:
         worker = worker_of(rank, 0, "torchao.optim.AdamW8bit")
         try:

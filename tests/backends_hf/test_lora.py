@@ -518,6 +518,7 @@ def test_modules_that_cannot_be_adapted_are_explained(start, lora, says):
         ({"lora": {"rank": 0}}, "greater than or equal to 1"),
         ({"lora": {"dropout": 1.0}}, "less than 1"),
         ({"lora": {"target_modules": []}}, "nothing would be trained"),
+        ({"lora": {}, "load_in_4bit": True, "data_parallel": "fsdp2"}, "load_in_4bit requires data_parallel: replicate"),
         ({"lora": {"use_dora": True}, "data_parallel": "fsdp2"}, r"lora\.use_dora requires data_parallel: replicate"),
     ],
 )

@@ -93,6 +93,16 @@ def test_state_of_another_number_of_shards_is_refused(ranks):
 
 
 @pytest.mark.slow
+def test_state_of_adapters_is_whole_and_continues_on_another_number_of_ranks(ranks):
+    (state, losses), *two = (rank["lora"] for rank in ranks)
+    assert any(tensor.dtype == torch.uint8 for tensor in state.values())
+    for of_rank, _ in two:
+        assert_equal(state, of_rank)
+    # Sums over ranks are in another order, and codes may round to the next one.
+    assert [first + second for first, second in zip(two[0][1], two[1][1], strict=True)] == pytest.approx(losses, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_state_leaves_the_gpu_through_pinned_memory_and_returns_with_its_bits(model, parts, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # as TORCHDYNAMO_DISABLE does

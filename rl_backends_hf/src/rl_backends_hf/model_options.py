@@ -164,6 +164,10 @@ class HFConfig(HFModelConfig):
         if self.data_parallel == "fsdp2" and self.lora.use_dora:
             raise ValueError(
                 "lora.use_dora requires data_parallel: replicate, because its magnitudes start as norms of whole weights, of "
-                "which fsdp2 gives each rank a shard. Remove one of the two"
+                "which fsdp2 gives each rank a shard"
+            )
+        if self.data_parallel == "fsdp2" and self.quantized_by is not None:
+            raise ValueError(
+                f"{self.quantized_by} requires data_parallel: replicate, because fsdp2 cannot shard quantized weights"
             )
         return self
