@@ -58,8 +58,8 @@ def assert_close(one, other, **tolerances):
 @pytest.mark.parametrize("case", all_but("unmerged", CASES))
 def test_two_ranks_that_resume_the_checkpoint_of_one_take_its_steps(parts, ranks, case):
     alone, two = ranks[0][case], ranks[1][case]
-    # Sums over ranks are in another order than those over rows. After the first step, adapters differ in their last bit, so that
-    # activations in bfloat16 may round differently, by up to 2^-8.
+    # Sums over ranks are in another order than those over rows. After the first step, adapters differ in their last bit, so
+    # that activations in bfloat16 may round differently, by up to 2^-8.
     close = 1e-4 if case in FLOAT32 else 4e-3
     for step, (loss, norm) in enumerate(alone["steps"] + alone["after"]):
         of_ranks = [(rank["steps"] + rank["after"])[step] for rank in two]

@@ -155,7 +155,12 @@ class FullyShard(Parallel):
         precision = MixedPrecisionPolicy()
         if trainable:
             precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": set(unsharded)}
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": precision,
+            "offload_policy": offload,
+            "ignored_params": set(unsharded),
+        }
         for module in (*layers, model):
             unit = fully_shard(module, **options)
             unit.set_gradient_divide_factor(1.0)
