@@ -156,6 +156,27 @@ def test_weights_packed_in_another_thread_are_read_as_they_were_packed(tmp_path)
         policy.shutdown()
 
 
+def test_a_policy_of_the_classes_that_vllm_computes_with_can_be_made_and_trained_in_the_same_process(tmp_path):
+    path = make_model(tmp_path / "model", "olmo2")
+    before, engine = make_policy(path), make_engine(path, load_format="dummy")
+    after = make_policy(path)
+    try:
+        for policy in (before, after):
+            take_step(policy, 1)
+            assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
+        output = engine.generate(rows(1))
+        after.save_checkpoint(str(tmp_path / "after"))
+    finally:
+        engine.shutdown()
+        before.shutdown()
+        after.shutdown()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    torch.testing.assert_close(sampled_logprobs(output), plain_logprobs(plain, output), atol=1e-5, rtol=0)
+    # A second engine in this process computes with the same classes.
+    again = sampled_by_a_fresh_engine(str(tmp_path / "after"), rows(1))
+    assert torch.equal(again["output_ids"], output["output_ids"])
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A policy and an engine that agree at weight version 1."""

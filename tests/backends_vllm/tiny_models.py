@@ -1,7 +1,7 @@
 """Tiny random models of several families, a policy that takes steps, and log-probabilities by a plain forward pass."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Olmo2Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import NLLLossFn
@@ -28,6 +28,8 @@ FAMILIES = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
     # Transformers stores the experts of a layer in one tensor; they are sent to vLLM one by one.
     "qwen3-moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+    # vLLM computes it with the classes of Transformers.
+    "olmo2": Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, tie_word_embeddings=False),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
 

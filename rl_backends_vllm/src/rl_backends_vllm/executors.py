@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.model_loader import weight_utils  # noqa: F401  (creates its locks in the usual folder)
+from vllm.model_executor.models.transformers.base import Base
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -17,6 +21,27 @@ class _CleansUp(Executor):
         with tempfiles_in_replica_folder():
             super()._init_executor()
         unlink_shared_memory()
+
+
+def _decorate(model: Base, cls: type[Any], **settings: Any) -> None:
+    """Decorate a class of Transformers as vLLM does, for vLLM's own instances only.
+
+    vLLM's backend for models of Transformers changes the class itself. Outside of vLLM's context, as for a policy in the same
+    process, the class could not be instantiated any more, and earlier instances could not be called.
+    """
+    plain = cls.__init__
+    _decorate_class(model, cls, **settings)
+    decorated = cls.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        (plain if get_current_vllm_config_or_none() is None else decorated)(self, *args, **kwargs)
+
+    # The default of instances that vLLM has not set up.
+    cls.__init__, cls.do_not_compile = __init__, True
+
+
+_decorate_class = Base._decorate_cls_for_torch_compile
+Base._decorate_cls_for_torch_compile = _decorate
 
 
 class SingleProcessExecutor(_CleansUp, UniProcExecutor):

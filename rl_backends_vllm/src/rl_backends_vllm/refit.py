@@ -98,7 +98,8 @@ class VllmWeightReceiver(WeightReceiver):
             from transformers import AutoModelForCausalLM
 
             model_config = self._worker.model_config
-            with torch.device("meta"):
+            # vLLM's backend for models of Transformers needs its config to create them.
+            with self._vllm_context(), torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
                     model_config.hf_config, trust_remote_code=model_config.trust_remote_code
                 )
