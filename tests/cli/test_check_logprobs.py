@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 from command_line import rlcore
 from marked_processes import MARK, assert_gone
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rl_core.errors import UserError
@@ -117,6 +121,45 @@ def test_over_ray_standard_output_has_only_json_and_no_process_remains(config, t
     assert sum(part["num_tokens"] for part in report["by_position"]) == report["num_tokens"]
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert_gone(mark)
+
+
+@pytest.fixture
+def small_adapter(tmp_path):
+    """Folder of an adapter whose update is below the rounding of most bfloat16 weights."""
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(MODEL), peft.LoraConfig(target_modules="all-linear"))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=1e-4)
+    model.save_pretrained(tmp_path / "adapter")
+    return f"++policy.hf_cfg.lora.adapter_path={tmp_path / 'adapter'}"
+
+
+BFLOAT16 = (IN_PROCESS, "policy.precision=bfloat16", "--threshold", "1.2")
+
+
+@pytest.mark.parametrize("used", ["adapter", "merged"])
+def test_an_adapter_is_compared_as_an_adapter_and_merged(config, small_adapter, used):
+    target = () if used == "adapter" else ("++policy.generation.lora=merged",)
+    result = rlcore("check", "logprobs", config, *BFLOAT16, *target, small_adapter, "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    lora = report["lora"]
+    assert (lora["used"], lora["adapters_are_zero"], lora["not_compared"]) == (used, False, None)
+    numbers = lora["targets"]
+    assert numbers[used] == {"mean_abs_difference": report["mean_abs_difference"], "kl": report["kl"]}
+    for key in ("mean_abs_difference", "kl"):
+        assert numbers["adapter"][key] < 0.1 * numbers["merged"][key]
+
+
+def test_targets_of_adapters_are_printed_with_the_one_that_the_run_uses_and_whether_b_is_0(config, small_adapter):
+    trained = check(config, *BFLOAT16, small_adapter).output.splitlines()
+    assert [line.split()[0] for line in trained[-4:-2]] == ["adapter", "merged"], trained
+    assert trained[-4].endswith("used by this run")
+    assert "B of all adapters is 0" in check(config, *BFLOAT16, "++policy.hf_cfg.lora.rank=2").output
+    dora = check(config, *BFLOAT16, "++policy.hf_cfg.lora={rank: 2, use_dora: true}").output.splitlines()
+    assert re.fullmatch("merged .* used by this run", dora[-4]), dora
+    assert re.fullmatch("adapter was not compared. .*policy.generation.lora.* adapter cannot be used: .*", dora[-3]), dora
 
 
 def test_a_tighter_threshold_is_applied(config):

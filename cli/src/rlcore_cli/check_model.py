@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from textwrap import fill
@@ -19,8 +20,10 @@ import typer
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
-    from rl_train.assembly.run_assembly import PolicyAndEngine, PolicyAndEnginePlan
+    from rl_train.assembly.run_assembly import PolicyAndEnginePlan
+    from rl_train.config.sources import ConfigFiles
     from rl_train.diagnostics import Diagnosis
+    from rl_train.evaluation.evaluate import MeasuredAgreement
     from rl_train.logprob_agreement import LogProbabilityAgreement
 
 _WIDTH = 120
@@ -86,7 +89,7 @@ def check_logprobs(
 
     Starts both backends of the config, and transfers and verifies the weights once. d is the log-probability under the policy
     minus that under the engine, for every token that the engine samples. See docs/validation.md for the meaning of the numbers
-    and typical values.
+    and typical values. If the policy trains adapters, both values of policy.generation.lora are compared, one after the other.
 
     Exit code: 0 if they agree, 1 if they do not, 2 for an error in the config.
 
@@ -102,29 +105,72 @@ def check_logprobs(
         from rl_train.evaluation.evaluate import measure_agreement
 
         plan = plan_policy_and_engine(files, changes, num_prompts=num_prompts)
-        with plan.started() as pair:
-            agreement, precision = measure_agreement(pair, plan), pair.engine_precision()
+        measured = measure_agreement(plan)
+        lora = _both_targets(measured, files, changes, num_prompts)
+    agreement = measured.agreement
     failures = agreement.failures(threshold)
     if as_json:
-        print(json.dumps(_as_json(agreement, _backends(pair, precision), threshold, failures), indent=2))
+        print(json.dumps(_as_json(agreement, _backends(measured), threshold, failures) | plain(lora), indent=2))
     else:
-        _print_head(agreement, _backends(pair, precision), pair)
+        _print_head(measured)
         _print_numbers(agreement, plan, threshold)
+        if lora:
+            _print_targets(**lora["lora"])
         _print_status(failures)
     if failures:
         raise typer.Exit(1)
 
 
-def _backends(pair: PolicyAndEngine, precision: str) -> dict[str, str]:
-    policy, engine = pair.config.policy, pair.config.policy.generation
-    assert engine is not None
-    return {"policy": f"{policy.backend} {policy.dtype_name}", "engine": f"{engine.backend} {precision}", "refit": pair.refit}
+def _both_targets(used: MeasuredAgreement, files: ConfigFiles, changes: Sequence[str], num_prompts: int) -> dict[str, Any]:
+    """`lora`: the numbers of both values of `policy.generation.lora`; empty for a policy that trains no adapters."""
+    from rl_core.errors import RLCoreError
+    from rl_train.assembly.run_assembly import plan_policy_and_engine
+    from rl_train.evaluation.evaluate import measure_agreement
+
+    section = used.config.policy.generation
+    if section is None or section.lora is None:
+        return {}
+    other = "merged" if section.lora == "adapter" else "adapter"
+    measured, not_compared = {str(section.lora): used}, None
+    try:
+        plan = plan_policy_and_engine(files, [*changes, f"++policy.generation.lora={other}"], num_prompts=num_prompts)
+        measured[other] = measure_agreement(plan)
+    except RLCoreError as error:
+        not_compared = f"{other} was not compared. {error}"
+    numbers = {
+        target: {"mean_abs_difference": one.agreement.mean_abs_difference, "kl": one.agreement.kl}
+        for target, one in sorted(measured.items())
+    }
+    zero = any(one.adapters_are_zero for one in measured.values())
+    return {"lora": {"used": section.lora, "adapters_are_zero": zero, "not_compared": not_compared, "targets": numbers}}
 
 
-def _print_head(agreement: LogProbabilityAgreement, backends: dict[str, str], pair: PolicyAndEngine) -> None:
-    engine = pair.config.policy.generation
+def _print_targets(used: str, adapters_are_zero: bool, not_compared: str | None, targets: dict[str, dict[str, float]]) -> None:
+    from rlcore_cli.listing import print_table
+
+    rows = [["policy.generation.lora", "mean |d|", "KL (k3)", ""]]
+    for target, numbers in targets.items():
+        values = [f"{numbers[key]:.3e}" for key in ("mean_abs_difference", "kl")]
+        rows.append([target, *values, "used by this run" if target == used else ""])
+    print()
+    print_table(rows)
+    if not_compared is not None:
+        print(not_compared)
+    if adapters_are_zero:
+        print("B of all adapters is 0, as before the first step, so both compute the same model.")
+
+
+def _backends(measured: MeasuredAgreement) -> dict[str, str]:
+    policy, engine = measured.config.policy, measured.config.policy.generation
     assert engine is not None
-    print(f"policy {backends['policy']}, engine {backends['engine']}; weights synchronized by {pair.refit} and verified")
+    names = {"policy": f"{policy.backend} {policy.dtype_name}", "engine": f"{engine.backend} {measured.precision}"}
+    return {**names, "refit": measured.refit}
+
+
+def _print_head(measured: MeasuredAgreement) -> None:
+    agreement, backends, engine = measured.agreement, _backends(measured), measured.config.policy.generation
+    assert engine is not None
+    print(f"policy {backends['policy']}, engine {backends['engine']}; weights synchronized by {measured.refit} and verified")
     print(f"{agreement.num_tokens} tokens of {agreement.num_rows} completions at temperature {engine.temperature:g}\n")
 
 

@@ -23,6 +23,9 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
 from rl_core.plugins.component import Capability, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_core.weights.adapters import LORA_B
+from rl_core.weights.fingerprint import tensor_digests
+from rl_core.weights.manifest import dtype_of
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.policy_configs import GRPOConfig
 from rl_train.assembly.checks import warn_about_engine_limit
@@ -367,6 +370,13 @@ class PolicyAndEngine:
         """Dtypes of the engine's floating-point weights, such as `bfloat16`, separated by commas."""
         dtypes = {digest.partition("[")[0] for digest in self.generation.weight_digests().values()}
         return ", ".join(sorted(name for name in dtypes if "float" in name))
+
+    def adapters_are_zero(self) -> bool:
+        """Whether B of each adapter that was sent is 0, as before the first step; false if the adapters were merged."""
+        kind: Any = self.generation.weight_fingerprint().partition(":")[0]
+        sent = {name: form for name, form in (self.policy.prepare_refit_info() or {}).items() if name.endswith(LORA_B)}
+        zeros = ((name, torch.zeros(shape, dtype=dtype_of(dtype))) for name, (shape, dtype) in sent.items())
+        return bool(sent) and tensor_digests(zeros, kind=kind).items() <= self.generation.weight_digests().items()
 
     @property
     def by_reference(self) -> bool:

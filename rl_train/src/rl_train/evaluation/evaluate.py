@@ -342,9 +342,35 @@ def _eval_modes(config: RunConfig, *, samples: int | None, greedy: bool, ks: Seq
     ]
 
 
-def measure_agreement(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogProbabilityAgreement:
-    """Log-probability agreement of engine and policy on samples from the plan's prompts."""
-    return compare_log_probabilities(pair.policy, pair.generation, plan.prompts.batch)
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAgreement:
+    """Log-probability agreement of engine and policy after one refit.
+
+    Attributes:
+        config: with the values that were chosen for the devices.
+        refit: see `PolicyAndEngine`.
+        precision: of the engine; see `PolicyAndEngine.engine_precision`.
+        agreement: on samples from the plan's prompts.
+        adapters_are_zero: see `PolicyAndEngine.adapters_are_zero`.
+    """
+
+    config: RunConfig
+    refit: str
+    precision: str
+    agreement: LogProbabilityAgreement
+    adapters_are_zero: bool
+
+
+def measure_agreement(plan: PolicyAndEnginePlan) -> MeasuredAgreement:
+    """Start policy and engine, and compare the log-probabilities of what the engine samples."""
+    with plan.started() as pair:
+        return MeasuredAgreement(
+            config=pair.config,
+            refit=pair.refit,
+            precision=pair.engine_precision(),
+            agreement=compare_log_probabilities(pair.policy, pair.generation, plan.prompts.batch),
+            adapters_are_zero=pair.adapters_are_zero(),
+        )
 
 
 def usual_error(pair: PolicyAndEngine) -> float:
