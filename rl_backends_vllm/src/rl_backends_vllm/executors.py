@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.model_loader import weight_utils  # noqa: F401  (creates its locks in the usual folder)
-from vllm.model_executor.models.transformers.base import Base
+from vllm.model_executor.models.transformers import base
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -23,25 +25,29 @@ class _CleansUp(Executor):
         unlink_shared_memory()
 
 
-def _decorate(model: Base, cls: type[Any], **settings: Any) -> None:
-    """Decorate a class of Transformers as vLLM does, for vLLM's own instances only.
+def _support_torch_compile(**settings: Any) -> Callable[[type[Any]], type[Any]]:
+    """Decorate as vLLM does, for its own instances of a class of Transformers only.
 
     vLLM's backend for models of Transformers changes the class itself. Outside of vLLM's context, as for a policy in the same
     process, the class could not be instantiated any more, and earlier instances could not be called.
     """
-    plain = cls.__init__
-    _decorate_class(model, cls, **settings)
-    decorated = cls.__init__
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        (plain if get_current_vllm_config_or_none() is None else decorated)(self, *args, **kwargs)
+    def decorate(cls: type[Any]) -> type[Any]:
+        plain = cls.__init__
+        support_torch_compile(**settings)(cls)
+        decorated = cls.__init__
 
-    # The default of instances that vLLM has not set up.
-    cls.__init__, cls.do_not_compile = __init__, True
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            (plain if get_current_vllm_config_or_none() is None else decorated)(self, *args, **kwargs)
+
+        # The default of instances that vLLM has not set up.
+        cls.__init__, cls.do_not_compile = __init__, True
+        return cls
+
+    return decorate
 
 
-_decorate_class = Base._decorate_cls_for_torch_compile
-Base._decorate_cls_for_torch_compile = _decorate
+base.support_torch_compile = _support_torch_compile
 
 
 class SingleProcessExecutor(_CleansUp, UniProcExecutor):
