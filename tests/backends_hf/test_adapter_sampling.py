@@ -98,7 +98,7 @@ def test_by_reference_frozen_weights_and_adapters_are_in_memory_once(start, part
         sent = {name: tensor.data_ptr() for name, tensor in policy.group.worker.iter_weights() if "scale" not in name}
         assert {name: live[name].data_ptr() for name in sent} == sent
     train(policy, parts, 3)
-    with pytest.raises(WorkerError, match="WeightSyncError: .*newer than version"):
+    with pytest.raises(WorkerError, match=r"WeightSyncError: .*newer than version"):
         engine.generate(prompts())
 
 
@@ -137,7 +137,7 @@ def test_dora_can_only_be_merged(model_folder, start):
     assert section.adapter_problem == "policy.hf_cfg.lora.use_dora also scales each row of the merged weight"
     assert HFPolicyConfig(model_name=model_folder("llama"), hf_cfg={"lora": {}}).adapter_problem is None
     policy, _, _ = start(lora={"use_dora": True})
-    with pytest.raises(WorkerError, match="use_dora.* scales each row of the merged weight"):
+    with pytest.raises(WorkerError, match=r"use_dora.* scales each row of the merged weight"):
         policy.wait_ready()
 
 

@@ -19,8 +19,8 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
 from rl_backends_vllm.config import LoraRank, VllmEngineConfig
 from rl_backends_vllm.lora import EngineAdapter, OneAdapterProducts, lora_arguments
-from rl_backends_vllm.model_folder import why_not_adapted
 from rl_backends_vllm.refit import VllmWeightReceiver
+from rl_backends_vllm.sources import why_not_adapted
 from rl_core.config.section import Devices
 from rl_core.errors import ConfigError, NotSupportedError, WeightSyncError, WorkerError
 from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in

@@ -16,8 +16,9 @@ from tiny_models import make_model
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
-from rl_backends_vllm.config import OWNED, VllmEngineConfig, known_engine_arguments
+from rl_backends_vllm.config import OWNED, VllmEngineConfig
 from rl_backends_vllm.model_folder import ModelFiles
+from rl_backends_vllm.sources import known_engine_arguments
 from rl_backends_vllm.worker import as_batch
 from rl_core.config.policy_sections import PolicyTokenizerConfig
 from rl_core.config.schema import TokenizerConfig

@@ -5,15 +5,12 @@ The names of vLLM's engine arguments are parsed from its source: importing vLLM 
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rl_backends_vllm.sources import known_engine_arguments, why_not_adapted
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 from rl_core.config.section import Devices, model_path_problem
@@ -154,7 +151,7 @@ class VllmConfig(GenerationConfig):
             return f"the adapters have rank {rank}, and this engine's maximum (vllm_cfg.max_lora_rank) is {largest}"
         if own.pipeline_parallel_size > 1:
             return f"vllm_cfg.pipeline_parallel_size is {own.pipeline_parallel_size}, and its stages receive no adapters"
-        from rl_backends_vllm.model_folder import read_config, why_not_adapted
+        from rl_backends_vllm.model_folder import read_config
 
         try:
             hf_config = read_config(self.model_name or policy.model_name, trust_remote_code=self._trusts_code(policy))
@@ -231,23 +228,3 @@ OWNED = {
     **dict.fromkeys(_REPLICAS, "each replica is one engine; set policy.generation.num_workers to run several."),
 }
 """Arguments that `vllm_kwargs` cannot set, and what to do instead."""
-
-
-@lru_cache(maxsize=1)
-def known_engine_arguments() -> frozenset[str]:
-    """Field names of `vllm.EngineArgs`; empty if vLLM is not installed, which is reported elsewhere."""
-    for node in ast.parse(vllm_source("engine/arg_utils.py")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            return frozenset(
-                field.target.id
-                for field in node.body
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
-            )
-    return frozenset()
-
-
-def vllm_source(file: str) -> str:
-    """Source of a module of vLLM, by its path there; empty if vLLM is not installed or has no such file."""
-    spec = importlib.util.find_spec("vllm")
-    path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
-    return path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""

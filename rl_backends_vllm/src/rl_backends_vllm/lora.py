@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from rl_backends_vllm.config import VllmEngineConfig
-from rl_backends_vllm.model_folder import why_not_adapted
+from rl_backends_vllm.sources import why_not_adapted
 from rl_core.backend import LORA_A, LORA_B, LORA_SCALE
 from rl_core.errors import ConfigError, NotSupportedError, WeightSyncError
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rl_backends_vllm.config import vllm_source
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.data.adapted_tokenizer import AdaptedTokenizer
 from rl_core.data.hub import model_source, read_model_config
@@ -96,45 +93,6 @@ def read_config(model_name: str, *, trust_remote_code: bool) -> Any:
         return read_model_config(model_name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_MODELS = "model_executor/models"
-
-
-def why_not_adapted(hf_config: Any) -> str | None:
-    """Why vLLM cannot compute with adapters of a model, from the source of its model classes; None if it can.
-
-    Args:
-        hf_config: the Transformers configuration.
-    """
-    # With adapters, vLLM 0.32 chooses kernels for experts that run on GPUs only, whichever layers have adapters.
-    if any(getattr(hf_config.get_text_config(), key, None) for key in _EXPERTS):
-        return "the model is a mixture of experts, which was not tested with adapters in vLLM on GPUs and does not run on CPUs"
-    for architecture in hf_config.architectures or ():
-        registered = re.search(rf'"{architecture}": \(\s*"(\w+)",\s*"(\w+)"', vllm_source(f"{_MODELS}/registry.py"))
-        # Those without a file of that name are classes for any model of Transformers, which support them.
-        if registered is not None and vllm_source(f"{_MODELS}/{registered[1]}.py") and not _supports_lora(*registered.groups()):
-            return f"vLLM's {registered[2]} does not support adapters"
-    return None
-
-
-def _supports_lora(module: str, name: str) -> bool:
-    """Whether a class of a module of vLLM's models derives from `SupportsLoRA`; classes of other packages do not."""
-    body = ast.parse(vllm_source(f"{_MODELS}/{module}.py")).body
-    imported = {
-        alias.name: (node.module or "").rpartition(".")[2]
-        for node in body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    if name in imported:
-        return _supports_lora(imported[name], name)
-    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    if name not in classes:
-        return False
-    bases = [ast.unparse(base) for base in classes[name].bases]
-    return "SupportsLoRA" in bases or any(_supports_lora(module, base) for base in bases if base in {*classes, *imported})
 
 
 def _refuse_rope_scaling(file: Path) -> None:

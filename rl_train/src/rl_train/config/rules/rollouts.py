@@ -296,9 +296,10 @@ def adapters_are_sent_to_engines_that_support_them(config: CheckedConfig, genera
         yield Problem(at, f"{generation.lora} has no effect, because this policy trains no adapters. Remove it.")
         return
     capabilities = _capabilities(config.registry, Kind.GENERATION, generation.backend)
-    if generation.lora == "adapter" and capabilities is not None:
-        if (reason := why_merged(policy, generation, capabilities)) is not None:
-            yield Problem(at, f"adapter cannot be used: {reason}. Set it to merged.")
+    if generation.lora == "merged" or capabilities is None:
+        return
+    if (reason := why_merged(policy, generation, capabilities)) is not None:
+        yield Problem(at, f"adapter cannot be used: {reason}. Set it to merged.")
 
 
 OWN_PARSER = "response_template"
