@@ -13,8 +13,11 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 
 LORA_A: Final = ".lora_A.weight"
+"""End of the name of A, after that of its layer."""
 LORA_B: Final = ".lora_B.weight"
+"""End of the name of B."""
 LORA_SCALE: Final = ".lora_scale"
+"""End of the name of the scale s."""
 _SUFFIXES: Final = (LORA_A, LORA_B, LORA_SCALE)
 
 
