@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,14 +154,10 @@ class FullyShard(Parallel):
         precision = MixedPrecisionPolicy()
         if trainable:
             precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {
-            "mesh": self.mesh,
-            "mp_policy": precision,
-            "offload_policy": offload,
-            "ignored_params": set(unsharded),
-        }
         for module in (*layers, model):
-            unit = fully_shard(module, **options)
+            unit = fully_shard(
+                module, mesh=self.mesh, mp_policy=precision, offload_policy=offload, ignored_params=set(unsharded)
+            )
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         _prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], self._prefetched_layers)
