@@ -144,6 +144,7 @@ def test_an_adapter_is_compared_as_an_adapter_and_merged(config, small_adapter, 
     result = rlcore("check", "logprobs", config, *BFLOAT16, *target, small_adapter, "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
+    assert report["engine"] == "hf bfloat16"
     lora = report["lora"]
     assert (lora["used"], lora["adapters_are_zero"], lora["not_compared"]) == (used, False, None)
     numbers = lora["targets"]

@@ -23,7 +23,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
 from rl_core.plugins.component import Capability, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_core.weights.adapters import LORA_B
+from rl_core.weights.adapters import LORA_B, adapters_in
 from rl_core.weights.fingerprint import tensor_digests
 from rl_core.weights.manifest import dtype_of
 from rl_train.algorithms.estimators import make_estimator
@@ -368,7 +368,8 @@ class PolicyAndEngine:
 
     def engine_precision(self) -> str:
         """Dtypes of the engine's floating-point weights, such as `bfloat16`, separated by commas."""
-        dtypes = {digest.partition("[")[0] for digest in self.generation.weight_digests().values()}
+        held, adapters = self.generation.weight_digests(), adapters_in(self.policy.prepare_refit_info() or {})
+        dtypes = {digest.partition("[")[0] for name, digest in held.items() if name not in adapters}
         return ", ".join(sorted(name for name in dtypes if "float" in name))
 
     def adapters_are_zero(self) -> bool:
