@@ -7,6 +7,7 @@ with adapters, their product is computed in their own data type, and the sum is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,17 +44,33 @@ def add_adapters(model: nn.Module, ranks: Mapping[str, int]) -> None:
         )
     for name, rank in ranks.items():
         layer: Any = linear[name]
-        if hasattr(layer, "lora_A") and len(layer.lora_A.weight) == rank:
-            continue
-        if not hasattr(layer, "lora_A"):
-            layer.register_forward_hook(add_adapter)
+        if hasattr(layer, "lora_A"):
+            if len(layer.lora_A.weight) == rank:
+                continue
+            layer.lora_handle.remove()
         size_in, size_out = layer.weight.shape[::-1] if isinstance(layer, nn.Linear) else layer.weight.shape
         device = layer.weight.device
         layer.lora_A, layer.lora_B = Factor(rank, size_in, device), Factor(size_out, rank, device)
-        layer.register_buffer("lora_scale", torch.ones((), dtype=torch.float32, device=device))
+        layer.lora_scale = nn.Parameter(torch.ones((), dtype=torch.float32, device=device), requires_grad=False)
+        added = AddedAdapter(layer.lora_A.weight, layer.lora_B.weight, layer.lora_scale)
+        layer.lora_handle = layer.register_forward_hook(added)
 
 
-def add_adapter(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Forward hook of an adapted layer: adds s B A x for `inputs` ([..., in],) to its `output` [..., out], in place."""
-    reduced = functional.linear(inputs[0].to(torch.float32), layer.lora_A.weight)
-    return output.add_(functional.linear(reduced * layer.lora_scale, layer.lora_B.weight))
+@dataclass(frozen=True)
+class AddedAdapter:
+    """Forward hook of an adapted layer. It holds the parameters, because finding them takes as long as a small product.
+
+    Attributes:
+        a: A [rank, in].
+        b: B [out, rank].
+        scale: s [].
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: torch.Tensor
+
+    def __call__(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """Add s B A x for `inputs` ([..., in],) to the layer's own `output` [..., out], in place."""
+        reduced = functional.linear(inputs[0].to(torch.float32), self.a)
+        return output.add_(functional.linear(reduced * self.scale, self.b))

@@ -15,7 +15,7 @@ from typing import Final, TypeGuard
 import torch
 from torch import nn
 
-from rl_backends_base import add_adapter
+from rl_backends_base import AddedAdapter
 from rl_backends_hf.torch_internals import has_bfloat16_products, linear_pointwise, reorder_linear_weight
 
 _MIN_STEPS: Final = 12
@@ -156,6 +156,6 @@ def _can_be_packed(module: object) -> TypeGuard[nn.Linear]:
         return False
     if type(module.weight) is not nn.Parameter or module._forward_pre_hooks:
         return False
-    if not set(module._forward_hooks.values()) <= {add_adapter}:
+    if not all(isinstance(hook, AddedAdapter) for hook in module._forward_hooks.values()):
         return False
     return module.weight.dtype in (torch.float32, torch.bfloat16)
