@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from os.path import isdir, isfile  # False for a name that is too long for the file system; Path would raise
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ class AdapterFolder:
             UserError: there is none.
         """
         folder = Path(self.name).expanduser()
-        return folder if folder.is_dir() else _from_hub(self.name)
+        return folder if isdir(folder) else _from_hub(self.name)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -190,7 +191,7 @@ class AdapterFolder:
 def adapter_as_model(name: str) -> str | None:
     """What to write instead of an adapter folder as `policy.model_name`; None if the name is not that of an adapter folder."""
     folder = Path(name).expanduser()
-    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+    if not isfile(folder / ADAPTER_CONFIG) or isfile(folder / "config.json"):
         return None
     base = None
     with suppress(UserError):

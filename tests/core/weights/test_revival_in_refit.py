@@ -91,7 +91,7 @@ def deaths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(local_ray):
-    with RayVirtualCluster([REPLICAS], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=2) as made:
+    with RayVirtualCluster([REPLICAS], use_gpus=False, cpus_per_bundle=0.5, max_colocated_worker_groups=4) as made:
         yield made
 
 
