@@ -317,24 +317,6 @@ def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(
     assert_equal_on_all(policy, engine)
 
 
-def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_replicas(sides, synchronizers, deaths):
-    """The last test with this fixture, because it kills the policy."""
-    policy, engine = sides
-    victim = policy.group.pids()[0]
-    before = engine.restarts
-    synchronizers["collective"].sync()
-    (deaths / "gather-0").write_text("3")
-    started = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=rf"rank 0 .*of 'policy', host {os.uname().nodename}, pid {victim}, died"):
-        synchronizers["collective"].sync()
-    assert len(engine.group.run_all("weights")) == REPLICAS
-    assert time.monotonic() - started < LIMIT_S
-    assert engine.restarts == before
-    # What it kept for the next refit over shared memory is swept, as in each refit and at the end of a run.
-    sweep()
-    assert segments_of(victim) == []
-
-
 class MortalAdaptedEngine(MortalEngine, AdaptedEngine):
     pass
 
@@ -375,3 +357,21 @@ def test_a_replica_that_is_killed_gets_all_weights_again_and_never_samples_witho
     assert [len(refits[-1]) for refits in engine.group.run_all("names_of_refits")] == [everything, adapters]
     assert_equal_on_all(policy, engine)
     sync.close()
+
+
+def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_replicas(sides, synchronizers, deaths):
+    """The last test with this fixture, because it kills the policy."""
+    policy, engine = sides
+    victim = policy.group.pids()[0]
+    before = engine.restarts
+    synchronizers["collective"].sync()
+    (deaths / "gather-0").write_text("3")
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"rank 0 .*of 'policy', host {os.uname().nodename}, pid {victim}, died"):
+        synchronizers["collective"].sync()
+    assert len(engine.group.run_all("weights")) == REPLICAS
+    assert time.monotonic() - started < LIMIT_S
+    assert engine.restarts == before
+    # What it kept for the next refit over shared memory is swept, as in each refit and at the end of a run.
+    sweep()
+    assert segments_of(victim) == []
