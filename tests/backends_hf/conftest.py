@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,14 @@ def make_config(model: str, *, hf=None, **fields) -> HFPolicyConfig:
     return HFPolicyConfig(model_name=model, hf_cfg=HFConfig(**{"logprob_chunk_tokens": 7, **(hf or {})}), **fields)
 
 
+def train_steps(worker, *seeds):
+    """The result of each of these steps, one for each seed of the rows."""
+    found = []
+    for rows in (make_rows(seed=seed) for seed in seeds):
+        found += worker.train(rows, NLL(), counts=counts_of(rows))
+    return found
+
+
 VALUE_FIELDS = {
     "head": "scalar",
     "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}},
@@ -122,6 +131,12 @@ def plain_gradients(folder: str, rows, *, temperature: float = 1.0) -> dict[str,
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain_loss(model, rows, temperature=temperature).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="session")
+def peft():
+    """peft, which is an extra of the distribution."""
+    return importlib.import_module("peft")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """LoRA adapters: computation, exported weights and checkpoints equal those of plain peft."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -35,12 +34,6 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def peft():
-    """peft, which is an extra of the distribution."""
-    return importlib.import_module("peft")
-
-
 @pytest.fixture
 def start(peft, parts, model_folder):
     """A separate worker with adapters on a tiny model."""
@@ -52,14 +45,6 @@ def start(peft, parts, model_folder):
         return worker
 
     return started
-
-
-def train(worker, parts, *seeds):
-    found = []
-    for seed in seeds:
-        rows = parts.make_rows(seed=seed)
-        found += worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
-    return found
 
 
 def handed_on(worker):
@@ -156,7 +141,7 @@ def test_training_changes_only_adapters_and_exports_weights_merged_as_by_peft(
     rows = parts.make_rows()
     worker = start(kind, lora=VARIANTS[variant])
     base, adapters = base_of(worker), adapters_of(worker)
-    train(worker, parts, 1, 2, 3)
+    parts.train_steps(worker, 1, 2, 3)
     merged = handed_on(worker)
     assert_same(base_of(worker), base)
     assert all(not torch.equal(tensor, adapters[name]) for name, tensor in adapters_of(worker).items())
@@ -179,7 +164,7 @@ def test_a_bfloat16_base_has_float32_adapters_and_is_merged_in_float32_and_round
 ):
     worker = start(precision="bfloat16", optimizer={"kwargs": {"lr": 1e-5}})
     before = adapters_of(worker)
-    train(worker, parts, 1, 2)
+    parts.train_steps(worker, 1, 2)
     assert {tensor.dtype for tensor in base_of(worker).values()} == {torch.bfloat16}
     # A step of 1e-5 is less than bfloat16 resolves at the size of A.
     assert all(tensor.dtype == torch.float32 for tensor in before.values())
@@ -229,7 +214,7 @@ def test_the_first_step_of_a_model_with_many_adapters_changes_the_sample_of_its_
     worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path), hf={"lora": {"rank": 4}}, optimizer=ADAM))
     worker.setup()
     before, sample = adapters_of(worker), worker.weight_sample()
-    train(worker, parts, 0)
+    parts.train_steps(worker, 0)
     assert {name.split(".")[-3] for name, tensor in adapters_of(worker).items() if not torch.equal(tensor, before[name])} == {
         "lora_B"
     }
@@ -250,7 +235,7 @@ def test_a_model_whose_layers_are_transposed_is_merged_as_peft_does(peft, parts,
         fields = {"hf": {"lora": lora}, "optimizer": ADAM, "max_total_sequence_length": 64}
         worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path / "base"), **fields))
         worker.setup()
-        train(worker, parts, 1, 2)
+        parts.train_steps(worker, 1, 2)
         worker.save_checkpoint(tmp_path / "w", None)
         model = peft.PeftModel.from_pretrained(plain_model(tmp_path / "base"), tmp_path / "w").merge_and_unload()
         for name, tensor in worker.iter_weights():
@@ -269,7 +254,7 @@ def test_experts_that_are_fused_into_one_parameter_stay_frozen(peft, parts, tmp_
         parts.make_context(), parts.make_config(str(tmp_path / "base"), hf={"lora": {"rank": 4}}, optimizer=ADAM)
     )
     worker.setup()
-    train(worker, parts, 1, 2)
+    parts.train_steps(worker, 1, 2)
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in worker._adapters._layers} == {
         "q_proj", "k_proj", "v_proj", "o_proj"
     }  # fmt: skip
@@ -310,7 +295,7 @@ def test_a_family_where_peft_would_adapt_fused_experts_unasked_is_refused(peft, 
 
 def test_the_optimizer_has_only_the_adapters(start, parts):
     worker = start()
-    train(worker, parts, 1)
+    parts.train_steps(worker, 1)
     trained = sum(tensor.numel() for tensor in adapters_of(worker).values())
     held = sum(value.numel() for state in worker.state.optimizer.state.values() for value in state.values() if value.ndim > 0)
     assert held == 2 * trained
@@ -328,13 +313,13 @@ def test_resumed_training_equals_uninterrupted_training(parts, start, tmp_path, 
     with torch.random.fork_rng():
         torch.manual_seed(1)
         straight = start(**fields)
-        train(straight, parts, 1, 2)
+        parts.train_steps(straight, 1, 2)
         straight.save_checkpoint(tmp_path / "w", tmp_path / "o")
-        expected = train(straight, parts, 3, 4)
+        expected = parts.train_steps(straight, 3, 4)
         resumed = start(**fields)
         torch.manual_seed(2)
         resumed.load_checkpoint(tmp_path / "w", tmp_path / "o")
-        assert train(resumed, parts, 3, 4) == expected
+        assert parts.train_steps(resumed, 3, 4) == expected
     assert_same(adapters_of(resumed), adapters_of(straight))
     assert_same(handed_on(resumed), handed_on(straight))
     assert resumed.get_weight_version() == 4
@@ -349,7 +334,7 @@ def test_the_reference_is_the_base_without_a_second_copy(parts, start, tmp_path,
     worker = start()
     initial = worker.get_logprobs(rows)["logprobs"]
     assert torch.equal(worker.get_logprobs(rows, reference=True)["logprobs"], initial)
-    train(worker, parts, 1)
+    parts.train_steps(worker, 1)
     worker.save_checkpoint(tmp_path / "w", tmp_path / "o")
     resumed = start()
     resumed.load_checkpoint(tmp_path / "w", tmp_path / "o")
@@ -357,7 +342,7 @@ def test_the_reference_is_the_base_without_a_second_copy(parts, start, tmp_path,
         assert torch.equal(each.get_logprobs(rows, reference=True)["logprobs"], initial)
         assert not torch.equal(each.get_logprobs(rows)["logprobs"], initial)
     # The adapters continue learning after they were disabled.
-    assert train(worker, parts, 2)[0].grad_norm == train(resumed, parts, 2)[0].grad_norm > 0
+    assert parts.train_steps(worker, 2)[0].grad_norm == parts.train_steps(resumed, 2)[0].grad_norm > 0
     with pytest.raises(NotSupportedError, match="has no reference"):
         start(hf={"reference": False}).get_logprobs(rows, reference=True)
 
@@ -377,7 +362,7 @@ def test_an_engine_samples_with_merged_weights_only(peft, parts, model_folder, t
     base = base_of(worker)
     try:
         for step in (1, 2):
-            train(worker, parts, step)
+            parts.train_steps(worker, step)
             assert sync.is_stale
             assert sync.sync()["refit/canary_error"] < 1e-5
             live = engine.group.worker.named_weights()
@@ -388,7 +373,7 @@ def test_an_engine_samples_with_merged_weights_only(peft, parts, model_folder, t
                 assert live[name].data_ptr() != under.data_ptr()
                 assert not torch.equal(live[name], under)
         kept = {name: tensor_digest(tensor) for name, tensor in engine.group.worker.named_weights().items()}
-        train(worker, parts, 3)
+        parts.train_steps(worker, 3)
         assert kept == {name: tensor_digest(tensor) for name, tensor in engine.group.worker.named_weights().items()}
     finally:
         sync.close()
@@ -425,7 +410,7 @@ def test_vllm_samples_with_merged_weights(peft, parts, tmp_path):
     prompts = type(rows)(input_ids=rows["input_ids"], input_lengths=rows["input_lengths"], sample_seeds=torch.arange(6))
     try:
         for step in (1, 2, 3):
-            train(policy.group.worker, parts, step)
+            parts.train_steps(policy.group.worker, step)
             assert sync.sync()["refit/canary_error"] < 1e-5
             output = engine.generate(prompts)
             assert output["weight_version"].tolist() == [step] * 6
@@ -446,7 +431,7 @@ def test_vllm_samples_with_merged_weights(peft, parts, tmp_path):
 
 def test_the_policy_samples_with_its_adapters(parts, start):
     worker = start(max_total_sequence_length=64)
-    train(worker, parts, 1, 2)
+    parts.train_steps(worker, 1, 2)
     rows = parts.make_rows(4)
     output = worker.generate(rows, greedy=True)
     scored = worker.get_logprobs(type(rows)(input_ids=output["output_ids"], input_lengths=output["unpadded_sequence_lengths"]))[
@@ -459,7 +444,7 @@ def test_the_policy_samples_with_its_adapters(parts, start):
 
 def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(parts, model_folder, start, tmp_path):
     worker = start()
-    train(worker, parts, 1)
+    parts.train_steps(worker, 1)
     worker.save_checkpoint(tmp_path / "w", tmp_path / "o")
     without = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama-tied")))
     without.setup()

@@ -1,6 +1,5 @@
 """The life of an adapter: a run continues one from a folder, its folders name their base, and other libraries load them."""
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -24,12 +23,6 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"
 ADAM = {"kwargs": {"lr": 1e-2}}
 LAYERS = ["q_proj", "v_proj"]
-
-
-@pytest.fixture(scope="session")
-def peft():
-    """peft, which is an extra of the distribution."""
-    return importlib.import_module("peft")
 
 
 @pytest.fixture
@@ -67,14 +60,6 @@ def adapters_of(worker):
     return {name: tensor.clone() for name, tensor in worker.trained_weights()}
 
 
-def steps(worker, parts, *seeds):
-    found = []
-    for seed in seeds:
-        rows = parts.make_rows(seed=seed)
-        found += worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
-    return found
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -98,18 +83,18 @@ def test_training_continues_the_adapter_of_a_peft_folder_with_its_settings(
     lora = worker.config.hf_cfg.lora
     assert (lora.rank, lora.alpha, lora.use_rslora) == (3, 7, settings.get("use_rslora", False))
     before = adapters_of(worker)
-    steps(worker, parts, 1)
+    parts.train_steps(worker, 1)
     assert all(not torch.equal(tensor, before[name]) for name, tensor in adapters_of(worker).items())
 
 
 def test_a_continued_run_equals_one_that_loads_the_weights_of_the_checkpoint(parts, start, tmp_path):
     first = start(lora={"rank": 4, "use_dora": True})
-    steps(first, parts, 1, 2)
+    parts.train_steps(first, 1, 2)
     first.save_checkpoint(tmp_path / "w", tmp_path / "o")
     continued = start(lora={"adapter_path": str(tmp_path / "w"), "seed": 9})
     loaded = start(lora={"rank": 4, "use_dora": True})
     loaded.load_checkpoint(tmp_path / "w", None)
-    assert steps(continued, parts, 3, 4) == steps(loaded, parts, 3, 4)
+    assert parts.train_steps(continued, 3, 4) == parts.train_steps(loaded, 3, 4)
     assert all(torch.equal(tensor, adapters_of(loaded)[name]) for name, tensor in adapters_of(continued).items())
 
 

@@ -39,12 +39,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 each_precision = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 
 
-def train(worker, parts, *seeds):
-    for seed in seeds:
-        rows = parts.make_rows(seed=seed)
-        worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
-
-
 def handed_on(worker):
     return {name: tensor.clone() for name, tensor in worker.iter_weights()}
 
@@ -121,7 +115,7 @@ def test_scores_gradients_and_refits_equal_those_of_the_dequantized_model(start,
                 there.copy_(here.normal_(std=0.05))
     assert_same(handed_on(one), handed_on(other))
     for worker in (one, other):
-        train(worker, parts, 1, 2, 3)
+        parts.train_steps(worker, 1, 2, 3)
     assert_same(adapters_of(one), adapters_of(other))
     assert_same(handed_on(one), handed_on(other))
     assert one.weight_manifest() == other.weight_manifest()
@@ -144,7 +138,7 @@ def test_no_bit_of_the_base_changes_and_scoring_equals_training_mode(start, part
         ids = rows["input_ids"]
         trained = model(ids).logits
         assert torch.equal(trained, model.eval()(ids).logits)
-    train(worker, parts, 1, 2)
+    parts.train_steps(worker, 1, 2)
     assert_same(base, stored())
     assert not torch.equal(before, worker.get_logprobs(rows)["logprobs"])
     assert torch.equal(before, worker.get_logprobs(rows, reference=True)["logprobs"])
@@ -154,12 +148,12 @@ def test_no_bit_of_the_base_changes_and_scoring_equals_training_mode(start, part
 
 def test_resuming_continues_to_the_bit_and_names_another_quantization(start, parts, tmp_path):
     whole, first, second = start("nf4"), start("nf4"), start("nf4")
-    train(whole, parts, 1, 2, 3)
-    train(first, parts, 1, 2)
+    parts.train_steps(whole, 1, 2, 3)
+    parts.train_steps(first, 1, 2)
     first.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
     assert {path.name for path in (tmp_path / "weights").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
     second.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
-    train(second, parts, 3)
+    parts.train_steps(second, 3)
     assert_same(adapters_of(whole), adapters_of(second))
     for other, says in ((None, "none"), ("fp4, double", "fp4, double"), ("8 bits", "int8")):
         with pytest.raises(CheckpointError, match=f"base with quantization nf4, and here it is {says},") as caught:
@@ -182,7 +176,7 @@ def test_an_engine_samples_with_the_dequantized_base_and_the_adapters(wide_folde
     worker = policy.group.worker
     try:
         for step in (1, 2):
-            train(worker, parts, step)
+            parts.train_steps(worker, step)
             assert sync.sync()["refit/canary_error"] < 1e-5
             live = engine.group.worker.named_weights()
             assert_same({name: tensor.clone() for name, tensor in live.items()}, handed_on(worker))
@@ -231,7 +225,7 @@ def test_a_run_of_grpo_verifies_its_refits_and_converts_to_what_it_sampled_with(
 def test_variants_of_adapters_equal_those_of_the_dequantized_model(start, parts, dequantized, kind, variant):
     one, other = start(kind, lora=variant), start(folder=dequantized(kind, "float32"), lora=variant)
     for worker in (one, other):
-        train(worker, parts, 1, 2)
+        parts.train_steps(worker, 1, 2)
     assert_same(adapters_of(one), adapters_of(other))
     assert_same(handed_on(one), handed_on(other))
 
