@@ -56,7 +56,7 @@ def add_adapters(model: nn.Module, ranks: Mapping[str, int]) -> None:
         layer.lora_handle = layer.register_forward_hook(added)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AddedAdapter:
     """Forward hook of an adapted layer. It holds the parameters, because finding them takes as long as a small product.
 

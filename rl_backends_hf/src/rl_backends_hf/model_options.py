@@ -155,18 +155,14 @@ class HFConfig(HFModelConfig):
         for key in ("fsdp_num_shards", "fsdp_prefetched_layers"):
             if getattr(self, key) and self.data_parallel != "fsdp2":
                 raise ValueError(f"{key} has no effect without data_parallel: fsdp2. Set that, or remove {key}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> HFConfig:
-        if self.lora is None:
+        if self.data_parallel == "replicate":
             return self
-        if self.data_parallel == "fsdp2" and self.lora.use_dora:
+        if self.lora is not None and self.lora.use_dora:
             raise ValueError(
                 "lora.use_dora requires data_parallel: replicate, because its magnitudes start as norms of whole weights, of "
                 "which fsdp2 gives each rank a shard"
             )
-        if self.data_parallel == "fsdp2" and self.quantized_by is not None:
+        if self.quantized_by is not None:
             raise ValueError(
                 f"{self.quantized_by} requires data_parallel: replicate, because fsdp2 cannot shard quantized weights"
             )

@@ -216,11 +216,13 @@ def _sizes(config: HFPolicyConfig) -> tuple[int, int]:
 
 def _quantization(config: HFPolicyConfig) -> tuple[int, dict[str, int]]:
     """The bytes that quantization saves, and those of the dequantized weight of the largest layer."""
+    if config.hf_cfg.quantized_by is None:
+        return 0, {}
     model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
     width = DTYPES[config.dtype_name].itemsize
     sizes = {layer: width * layer.weight.numel() for layer in layers_to_quantize(model, config.hf_cfg)}
     saved = sum(size - quantized_bytes(layer, config.hf_cfg) for layer, size in sizes.items())
-    return saved, {"dequantized layer": max(sizes.values())} if sizes else {}
+    return saved, {"dequantized layer": max(sizes.values())}
 
 
 def _adapted(config: HFPolicyConfig) -> PreTrainedModel:

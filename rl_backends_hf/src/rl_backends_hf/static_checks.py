@@ -67,11 +67,6 @@ def check_combinations(hf: HFConfig, *, dtype_name: str, head: str, ranks: int) 
             "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device.",
             key="device_map",
         )
-    if ranks > 1 and hf.data_parallel == "fsdp2" and hf.quantized_by:
-        raise UserError(
-            "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use `data_parallel: replicate`.",
-            key="data_parallel",
-        )
     if hf.lora is not None and hf.lora.autocast and dtype_name == "float32":
         raise UserError("`lora.autocast` requires `policy.precision: bfloat16`.", key="policy.hf_cfg.lora.autocast")
     if hf.attn_implementation == "flash_attention_2" and dtype_name == "float32":

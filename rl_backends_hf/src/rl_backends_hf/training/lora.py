@@ -71,12 +71,6 @@ class LoraAdapters:
     ) -> None:
         peft = _peft()
         self._exports_merged = exports_merged
-        if config.use_dora and not exports_merged:
-            raise NotSupportedError(
-                "`policy.hf_cfg.lora.use_dora` scales each row of the merged weight, which an engine cannot do for an adapter. "
-                "Set `policy.generation.lora: merged`.",
-                key="policy.generation.lora",
-            )
         self._head = scalar_head(model) if head == "scalar" else None
         targets = lora_targets(model, config, head=self._head or model.get_output_embeddings())
         by_name = isinstance(config.target_modules, list)

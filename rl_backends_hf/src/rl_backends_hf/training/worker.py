@@ -110,6 +110,11 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         if hf.lora is not None:
             engine = self.config.generation
             merged = engine is None or engine.lora != "adapter"
+            if not merged and (reason := self.config.adapter_problem) is not None:
+                raise NotSupportedError(
+                    f"`policy.generation.lora: adapter` cannot be used: {reason}. Set it to merged.",
+                    key="policy.generation.lora",
+                )
             self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head, exports_merged=merged)
             if hf.lora.adapter_path is not None:
                 self._adapters.start_from(hf.lora)

@@ -164,9 +164,9 @@ class GenerationConfig(ComponentSection):
     refit_folder: Annotated[str | None, NAME_OR_PATH] = None
     """Folder for weights transferred by disk (`refit_transport: disk`). Policy and engine must both have access to it."""
     refit_canary: bool = True
-    """Whether to compare the log-probabilities of a few sampled rows between engine and policy after the first refit and after
-    a worker was restarted, and stop the run if they differ. Required for engines that cannot compute digests of the tensors
-    they compute with (vLLM), and done after every refit there."""
+    """Whether to compare the log-probabilities of a few sampled rows between engine and policy after the first refit, after a
+    worker was restarted and, with `lora: adapter`, after 1, 2, 4, 8, ... steps, and stop the run if they differ. Required for
+    engines that cannot compute digests of the tensors they compute with (vLLM), and done after every refit there."""
     canary_tolerance: float | None = Field(default=None, gt=0.0)
     """Maximum allowed mean difference of those log-probabilities, in nats per token. Defaults to 0.001 if both sides compute in
     float32; otherwise to 0.1 at the first sync, and then to 1.5 times the error of the first sync."""

@@ -21,7 +21,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import LossFunction, RefitManifest
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.plugins.import_path import resolve
-from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in
+from rl_core.weights.adapters import LORA_A, LORA_B, LORA_SCALE, adapters_in, is_adapter
 from rl_core.weights.fingerprint import Kind
 from rl_core.weights.manifest import manifest_of
 from rl_core.weights.source import WeightSource
@@ -340,7 +340,7 @@ class ReferenceSender(WeightSource):
 
 def merged(weights: Weights) -> Weights:
     """The weights with their adapters added, W + s B A."""
-    whole = {name: tensor for name, tensor in weights.items() if not adapters_in({name: ((), "")})}
+    whole = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
     for layer in (name.removesuffix(LORA_SCALE) for name in weights if name.endswith(LORA_SCALE)):
         added = weights[layer + LORA_SCALE] * (weights[layer + LORA_B] @ weights[layer + LORA_A])
         whole[f"{layer}.weight"] = whole[f"{layer}.weight"] + added

@@ -21,9 +21,14 @@ LORA_SCALE: Final = ".lora_scale"
 _SUFFIXES: Final = (LORA_A, LORA_B, LORA_SCALE)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of this name is part of an adapter."""
+    return name.endswith(_SUFFIXES)
+
+
 def adapters_in(manifest: RefitManifest) -> dict[str, tuple[tuple[int, ...], str]]:
     """The tensors of adapters, in the same order."""
-    return {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.items() if name.endswith(_SUFFIXES)}
+    return {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.items() if is_adapter(name)}
 
 
 def adapter_ranks(manifest: RefitManifest) -> dict[str, int]:

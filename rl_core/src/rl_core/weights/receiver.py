@@ -15,7 +15,7 @@ import torch
 from rl_core.errors import NotSupportedError, TransportDeclinedError, WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.private_names import PrivateNames
-from rl_core.weights.adapters import adapter_ranks, adapters_in
+from rl_core.weights.adapters import adapter_ranks, adapters_in, is_adapter
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import combine, natural_kind, tensor_digests
@@ -109,15 +109,15 @@ class WeightReceiver(PrivateNames, ABC):
         """
         if adapters_in(info):
             self.expect_adapters(adapter_ranks(info))
-        expected, ledger = self.expected_weights(), RefitProgress(dict(info))
-        if ledger.leaves_out_frozen:
+        expected = self.expected_weights()
+        if _leaves_out_frozen(info):
             if not self._holds_frozen:
                 raise WeightSyncError("Only adapters are sent, but the frozen weights next to them have not arrived before.")
             expected = adapters_in(expected)
         refuse_differences(info, expected)
-        ledger.receiver_dtypes = {name: dtype for name, (_, dtype) in expected.items()}
-        self._ledger = ledger
-        return dict(ledger.receiver_dtypes)
+        receiver_dtypes = {name: dtype for name, (_, dtype) in expected.items()}
+        self._ledger = RefitProgress(dict(info), receiver_dtypes)
+        return receiver_dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
         """Load one bucket; the sender's memory is not kept, except by reference.
@@ -230,7 +230,7 @@ class RefitProgress:
         """
         self.manifest = manifest
         self.receiver_dtypes = receiver_dtypes or {}
-        self.leaves_out_frozen = bool(manifest) and len(adapters_in(manifest)) == len(manifest)
+        self.leaves_out_frozen = _leaves_out_frozen(manifest)
         self._refit: str | None = None
         self._version = -1
         self._arrived: set[str] = set()
@@ -307,6 +307,11 @@ class RefitProgress:
             raise WeightSyncError(
                 f"Weights {', '.join(list(names)[:3])}, ... arrived as version {version} in a refit to version {self._version}."
             )
+
+
+def _leaves_out_frozen(manifest: RefitManifest) -> bool:
+    """Whether a refit sends adapters alone."""
+    return bool(manifest) and all(map(is_adapter, manifest))
 
 
 def _described(form: tuple[tuple[int, ...], str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import ExitStack
-from typing import Literal
 
 import torch
 
@@ -78,9 +77,7 @@ def resolve_adapters(run: RunConfig, registry: Registry) -> RunConfig:
     if engine is None or engine.lora is not None or policy.lora_rank is None:
         return run
     reason = why_merged(policy, engine, capabilities_of(registry.find(Kind.GENERATION, engine.backend)))
-    target: Literal["adapter", "merged"] = "adapter" if reason is None else "merged"
-    _log.info("policy.generation.lora: %s%s", target, f", because {reason}" if reason is not None else "")
-    resolved = engine.model_copy(update={"lora": target})
+    resolved = engine.model_copy(update={"lora": "adapter" if reason is None else "merged"})
     return run.model_copy(update={"policy": policy.model_copy(update={"generation": resolved})})
 
 

@@ -23,7 +23,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
 from rl_core.plugins.component import Capability, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_core.weights.adapters import LORA_B, adapters_in
+from rl_core.weights.adapters import LORA_B, is_adapter
 from rl_core.weights.fingerprint import tensor_digests
 from rl_core.weights.manifest import dtype_of
 from rl_train.algorithms.estimators import make_estimator
@@ -368,8 +368,8 @@ class PolicyAndEngine:
 
     def engine_precision(self) -> str:
         """Dtypes of the engine's floating-point weights, such as `bfloat16`, separated by commas."""
-        held, adapters = self.generation.weight_digests(), adapters_in(self.policy.prepare_refit_info() or {})
-        dtypes = {digest.partition("[")[0] for name, digest in held.items() if name not in adapters}
+        held = self.generation.weight_digests()
+        dtypes = {digest.partition("[")[0] for name, digest in held.items() if not is_adapter(name)}
         return ", ".join(sorted(name for name in dtypes if "float" in name))
 
     def adapters_are_zero(self) -> bool:

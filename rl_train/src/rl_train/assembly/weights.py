@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rl_train.config.rules.rollouts import (
     IN_PROCESS_TRANSPORTS,
     digests_are_held,
     missing_canary,
+    why_merged,
     with_transports_of_plugins,
 )
 from rl_train.config.schema import RunConfig, uses_canary
@@ -30,6 +32,8 @@ from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import usable_transports
+
+_log = logging.getLogger("rlcore")
 
 
 def make_weights(
@@ -61,6 +65,9 @@ def make_weights(
         )
     transports = _transports(builder, section.refit_transport)
     engine_capabilities = capabilities_of(builder.registry.find("generation", section.backend))
+    if section.lora is not None:
+        reason = why_merged(builder.run.policy, section, engine_capabilities)
+        _log.info("policy.generation.lora: %s%s", section.lora, "" if reason is None else f", because {reason}")
     calibration = CanaryCalibration()
     if tokenizer is not None and (problem := missing_canary(section, engine_capabilities)) is not None:
         raise ConfigError(str(problem))  # `rlcore serve` does not import an engine given by its path before
