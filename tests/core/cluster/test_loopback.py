@@ -6,6 +6,8 @@ import ipaddress
 import os
 import socket
 import stat
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import ray
 
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup, WorkerContext
+from rl_core.rendezvous import interfaces
 from rl_core.rendezvous.interfaces import interface_variables, is_loopback
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -115,3 +118,23 @@ def test_gloo_uses_the_interface_towards_the_other_nodes(monkeypatch):
 @pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("node7", False)])
 def test_loopback_addresses_are_recognized(address, expected):
     assert is_loopback(address) is expected
+
+
+def test_two_live_processes_never_return_the_same_free_port(monkeypatch):
+    """A port is bound only after its number has travelled to the processes that meet there."""
+    monkeypatch.setattr(interfaces, "_LOW", 9_990)
+    monkeypatch.setattr(interfaces, "_HIGH", 9_992)
+    script = (
+        "from rl_core.rendezvous import interfaces\n"
+        "interfaces._LOW, interfaces._HIGH = 9_990, 9_992\n"
+        "print(interfaces.free_port('127.0.0.1'), flush=True)\n"
+        "input()\n"
+    )
+    for _ in range(4):  # either port is as likely
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            taken = int(other.stdout.readline())
+            assert interfaces.free_port("127.0.0.1") != taken
+            interfaces._returned.clear()
+            other.stdin.close()

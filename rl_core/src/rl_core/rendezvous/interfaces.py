@@ -6,6 +6,7 @@ import ipaddress
 import os
 import random
 import socket
+import sys
 
 import psutil
 
@@ -44,11 +45,30 @@ def interface_variables(address: str) -> dict[str, str]:
 # Below Linux's ephemeral range (32768 and up), from which any outgoing connection may take a port meanwhile, and above
 # the range of `ray start`'s workers (10002 to 19999).
 _LOW, _HIGH = 20_000, 32_000
-_returned: set[int] = set()
+_returned: dict[int, socket.socket | None] = {}
+
+
+def _reservation(port: int) -> socket.socket | None:
+    """An abstract socket that one process of this machine can hold, so that no other returns a port that waits to be used.
+
+    None on systems without abstract sockets, where only ports of the same process differ.
+
+    Raises:
+        OSError: Another process holds it.
+    """
+    if sys.platform != "linux":
+        return None
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        held.bind(f"\0rl-core-port-{port}")
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def free_port(address: str = "") -> int:
-    """A port of `address` (empty for every interface) that is free now and that this process has not returned before.
+    """A port of `address` (empty for every interface) that is free now and that no live process of this machine has returned.
 
     Raises:
         ResourceInsufficientError: 200 random ports were all taken.
@@ -61,9 +81,9 @@ def free_port(address: str = "") -> int:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((address, port))
+                _returned[port] = _reservation(port)
             except OSError:
                 continue
-        _returned.add(port)
         return port
     raise ResourceInsufficientError(
         f"no free port found between {_LOW} and {_HIGH} in 200 attempts; too many processes listen on this machine: "
