@@ -120,6 +120,7 @@ _TABLE = (
     _rows("stream_tokens", "bool", "", "servers", "The row is also returned while it is sampled."),
     _rows("unfinished", "bool", "", "generation", "True in the output of a row that is still sampled; absent otherwise."),
     _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),
+    _rows("images", "list", "", "data, environments", "list[RowImage] or None: images in the tokens, in their order."),
     _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),
     _rows("failures", "list", "", "generation", "str or None: why the engine could not sample the row."),
     _rows("messages", "list", "", "rollouts, generation", "list of {role, content}: the conversation, with the completion."),
