@@ -286,3 +286,11 @@ def test_the_plan_suggests_a_base_in_4_bits_that_saves_memory(wide_folder, parts
     one, other = (PolicyMemory(config).by_phase(**asked)["held"] for config in (plain, quantized))
     assert other.pop("weights") < one.pop("weights")
     assert one == other
+
+
+def test_a_quantized_engine_is_refused_for_training_before_a_model_loads_and_can_be_evaluated(rlcore):
+    config, option = ROOT / "examples" / "grpo_addition.yaml", "++policy.generation.hf_cfg.load_in_4bit=true"
+    code, error = rlcore("validate", config, option)
+    assert (code, "Set policy.generation.hf_cfg.load_in_4bit: false" in error) == (2, True)
+    code, output = rlcore("eval", config, option, "grpo.max_val_samples=8")
+    assert (code, "engine hf with its own weights" in output) == (0, True)

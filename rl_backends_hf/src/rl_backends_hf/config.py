@@ -147,6 +147,14 @@ class HFGenerationConfig(GenerationConfig):
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
     """Settings specific to this backend."""
 
+    @property
+    def has_own_weights(self) -> bool:
+        return self.hf_cfg.quantized_by is not None
+
+    @property
+    def weights_key(self) -> str | None:
+        return f"hf_cfg.{self.hf_cfg.quantized_by}: false"
+
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries."""
         yield from super().conflicts(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -86,8 +86,6 @@ class OpenAIServerConfig(Section):
 class OpenAIConfig(GenerationConfig):
     """`policy.generation` with `backend: openai`."""
 
-    weights_key: ClassVar[str | None] = "openai_cfg.weight_updates"
-
     backend: str = "openai"
     """Name of a registered generation backend, or the dotted path of its class."""
     openai_cfg: OpenAIServerConfig
@@ -134,6 +132,10 @@ class OpenAIConfig(GenerationConfig):
     @property
     def has_own_weights(self) -> bool:
         return self.openai_cfg.weight_updates is None
+
+    @property
+    def weights_key(self) -> str | None:
+        return "openai_cfg.weight_updates"
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks that API keys come from the environment, because a config is stored in the run folder."""

@@ -125,9 +125,6 @@ class GenerationConfig(ComponentSection):
     transformers_keys: ClassVar[tuple[str, ...]] = ("do_sample", "pad_token_id")
     """Keys of a Transformers generation config that are accepted if they agree with what every engine does."""
 
-    weights_key: ClassVar[str | None] = None
-    """Key of the section with which an engine that has its own weights receives the policy's; None if there is none."""
-
     backend: str
     """Name of a registered generation backend, or the dotted path of its class."""
     model_name: Annotated[str | None, NAME_OR_PATH] = None
@@ -227,6 +224,11 @@ class GenerationConfig(ComponentSection):
         policy refuses it.
         """
         return False
+
+    @property
+    def weights_key(self) -> str | None:
+        """What to set in the section so that an engine with its own weights receives the policy's; None if nothing does that."""
+        return None
 
     @property
     def sleeps(self) -> bool:
