@@ -12,7 +12,6 @@ class TestOpenAI(GenerationConformance):
     test_impossible_prompts_are_refused = xfail(
         reason="only the server knows the vocabulary: its answer, status 400, names the token but is an HttpError"
     )
-    test_stop_token_ids_end_rows = xfail(reason="`rlcore serve` refuses `stop_token_ids`, which vLLM's server supports")
 
     @classmethod
     def setup_class(cls):

@@ -44,6 +44,14 @@ def test_a_row_has_the_most_likely_tokens_if_it_asks_for_them(engine, plain):
     assert "top_logprobs" not in engine.generate(without)
 
 
+def test_stop_tokens_of_a_row_end_only_that_row(engine):
+    free = engine.generate(rows(None, None))
+    stop = int(free["output_ids"][0, 4])
+    ended = engine.generate(rows({"stop_token_ids": [stop]}, {"stop_token_ids": None}))
+    assert ended["generation_lengths"].tolist() == [free["output_ids"][0, 3:].tolist().index(stop) + 1, 4]
+    assert ended["truncated"].tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"), [({"type": "nonsense"}, "nonsense"), ({"type": "object"}, "the tokenizer cannot write JSON")]
 )
@@ -68,7 +76,7 @@ def test_a_schema_that_cannot_be_used_leaves_the_rows_of_other_requests(engines)
 
 
 def test_unknown_options_are_refused(engines):
-    with pytest.raises(NotSupportedError, match=r"does not support min_p .*Supported: json_schema, top_logprobs\."):
+    with pytest.raises(NotSupportedError, match=r"does not support min_p .*Supported: json_schema, stop_token_ids, top_logprobs\."):
         engines(max_new_tokens=8).generate(rows({"min_p": 0.1}))
     with pytest.raises(NotSupportedError, match="samples all rows at one temperature"):
         engines(max_new_tokens=8).generate(rows({"temperature": 0.1}))

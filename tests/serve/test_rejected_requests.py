@@ -22,7 +22,7 @@ REJECTED = [
     ("/v1/completions", {"prompt": "1", "temperature": -0.3}, "temperature: Input should be greater than or equal to 0"),
     ("/v1/completions", {"prompt": "1", "top_k": -2}, "top_k: Input should be greater than or equal to -1"),
     ("/v1/completions", {"prompt": "1", "presence_penalty": 2.5}, "presence_penalty: Input should be less than or equal to 2"),
-    ("/v1/completions", {"prompt": "1", "min_p": 0.1}, "Unsupported: min_p. Remove it."),
+    ("/v1/completions", {"prompt": "1", "min_p": 1.5}, "min_p: Input should be less than or equal to 1"),
     ("/v1/completions", {"prompt": "1", "max_tokens": 999}, "The prompt has 1 tokens and max_tokens is 999, but the model's"),
     (
         "/v1/completions",
@@ -80,7 +80,11 @@ REJECTED = [
         {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 1},
         "max_tokens is the earlier name",
     ),
-    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_p": 3}}, "Unsupported: sampling_params.min_p."),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"min_tokens": 3}},
+        "Unsupported: sampling_params.min_tokens.",
+    ),
     ("/v1/chat/completions", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message requires a last"),
     ("/v1/chat/completions", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt must be true or"),
     ("/inference/v1/generate", {"token_ids": []}, "token_ids: List should have at least 1 item"),
@@ -150,6 +154,24 @@ def test_parameters_that_change_nothing_are_accepted_and_change_nothing(client):
         assert [choice["token_ids"] for choice in with_neutral["choices"]] == [
             choice["token_ids"] for choice in plain["choices"]
         ]
+
+
+def test_stop_token_ids_end_a_completion_and_stay_in_it(client):
+    request = {"prompt": "1+2", "temperature": 100, "max_tokens": 16, "seed": 4, "return_token_ids": True}
+    [free] = client.post("/v1/completions", json=request).json()["choices"]
+    stop = free["token_ids"][2]
+    [ended] = client.post("/v1/completions", json={**request, "stop_token_ids": [stop]}).json()["choices"]
+    assert ended["token_ids"] == free["token_ids"][: free["token_ids"].index(stop) + 1]
+    assert (ended["finish_reason"], len(free["token_ids"])) == ("stop", 16)
+
+
+def test_min_p_of_one_takes_the_most_likely_token_at_any_temperature(client):
+    request = {"prompt": "1+2", "max_tokens": 8, "return_token_ids": True}
+    greedy, hot = (
+        client.post("/v1/completions", json={**request, **more}).json()["choices"][0]["token_ids"]
+        for more in ({"temperature": 0}, {"temperature": 3, "min_p": 1})
+    )
+    assert hot == greedy
 
 
 def test_top_k_of_minus_one_samples_from_all_tokens_of_an_engine_with_its_own_top_k(model, engine):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rl_backends_base.token_choice import LIKELY_TOKENS, SamplingParameters
+from rl_backends_base.token_choice import LIKELY_TOKENS, STOP_TOKENS, SamplingParameters
 from rl_core.data.generation_io import Completion, SampledRow
 from rl_core.data.tokenizer import decode
 from rl_core.errors import RLCoreError
@@ -67,7 +67,7 @@ class Row(SampledRow):
         self.versions.append(version)
         # The scanner must read every token, including end tokens.
         is_stopped = self.scanner is not None and self.scanner.push(token)
-        self.stopped = is_stopped or token in end_ids
+        self.stopped = is_stopped or token in end_ids or token in (self.prompt.sampling.get(STOP_TOKENS) or ())
         return self.has_ended
 
     def so_far(self) -> Completion:

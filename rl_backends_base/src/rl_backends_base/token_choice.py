@@ -23,7 +23,12 @@ _NUCLEUS_CANDIDATES: Final = 1024
 """Number of tokens per row that are sorted for top-p before falling back to the whole vocabulary."""
 LIKELY_TOKENS: Final = "top_logprobs"
 """Option of a row: the number of most likely tokens to report at each position."""
-ROW_OPTIONS: Final = (LIKELY_TOKENS, "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+STOP_TOKENS: Final = "stop_token_ids"
+"""Option of a row: tokens that end it, in addition to the engine's."""
+ROW_OPTIONS: Final = (
+    *(LIKELY_TOKENS, STOP_TOKENS, "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 """Options of single rows, besides temperature, top-p and top-k."""
 
 

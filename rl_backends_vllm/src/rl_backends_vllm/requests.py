@@ -53,7 +53,7 @@ class SamplingSettings:
             seed=None if greedy else engine_seed(prompt.seed),
             max_tokens=prompt.limit,
             stop=strings or None,
-            stop_token_ids=sorted(self.end_ids),
+            stop_token_ids=sorted(self.end_ids.union(prompt.sampling.get("stop_token_ids") or ())),
             logprobs=prompt.sampling.get("top_logprobs", 0),
             flat_logprobs=True,
             detokenize=bool(strings),

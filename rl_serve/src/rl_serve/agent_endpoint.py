@@ -182,7 +182,7 @@ class AgentRoutes:
             ),
             "top_p": (body.top_p in (None, 1), "1 or absent: the policy is trained on unfiltered samples"),
             "top_k": (body.top_k in (None, -1, 0), "-1 or absent: the policy is trained on unfiltered samples"),
-            **dict.fromkeys(body.penalties(), (False, "absent: the policy is trained on samples without penalties")),
+            **dict.fromkeys(body.row_options(), (False, "absent: the policy is trained on samples without it")),
             "seed": (body.seed is None, "absent: turns have the seeds of the run"),
             "top_logprobs": (not body.top_logprobs, "0 or absent: the engine reports those of the sampled tokens to agents"),
             "continue_final_message": (not body.continue_final_message, "false: the policy writes whole messages"),

@@ -58,6 +58,7 @@ StopStrings = Annotated[str | list[str] | None, _expects("a string or a list of 
 _MAX_MESSAGES = 10_000
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1000
+_MAX_STOP_TOKENS = 128
 MAX_ALTERNATIVES = 20
 """Number of most likely tokens that a request may ask for, as in OpenAI's API."""
 
@@ -150,6 +151,8 @@ class SamplingParameters(BaseModel):
     """By default the engine's."""
     top_k: int | None = Field(default=None, ge=-1)
     """Number of most likely tokens to sample from, 0 or -1 for all; by default the engine's."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Smallest probability of a token, as a share of the highest; 0 by default."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, allow_inf_nan=False)
     """Divides the logits of tokens in prompt and completion if they are positive, else multiplies them; 1 by default."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -160,6 +163,8 @@ class SamplingParameters(BaseModel):
     """Equal seeds give equal completions under the same weights; random by default."""
     stop: StopStrings = None
     """Strings that end a completion; they are not part of its text."""
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=_MAX_STOP_TOKENS)
+    """Tokens that end a completion; they are part of it, and of its text unless they are special tokens."""
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings.
@@ -178,9 +183,15 @@ class SamplingParameters(BaseModel):
         """The parameters that are set."""
         return {name: value for name in SamplingParameters.model_fields if (value := getattr(self, name)) is not None}
 
-    def penalties(self) -> dict[str, float]:
-        """The penalties that change the distribution."""
-        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    def row_options(self) -> dict[str, Any]:
+        """The parameters with an effect that only some engines support, see `row_options` of `WorkerFacts`."""
+        neutral = {
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_p": 0.0,
+            "stop_token_ids": [],
+        }
         return {name: value for name, one in neutral.items() if (value := getattr(self, name)) not in (None, one)}
 
 
@@ -383,7 +394,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_p": (0,),
     "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -393,7 +403,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),

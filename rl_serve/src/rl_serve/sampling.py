@@ -95,7 +95,7 @@ def plan_sampling(
             f"temperature must be 0 (greedy) or at least {_MIN_TEMPERATURE:g}: smaller ones exceed the range of numbers.",
             param="temperature",
         )
-    options: dict[str, Any] = parameters.penalties()
+    options: dict[str, Any] = parameters.row_options()
     if missing := sorted(options.keys() - set(model.row_options)):
         raise ApiError(
             400,

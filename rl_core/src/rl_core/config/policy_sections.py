@@ -227,7 +227,7 @@ class GenerationConfig(ComponentSection):
 
     @property
     def weights_key(self) -> str | None:
-        """What to set in the section so that an engine with its own weights receives the policy's; None if nothing does that."""
+        """Setting of the section with which an engine that has its own weights receives the policy's; None if there is none."""
         return None
 
     @property

@@ -18,10 +18,11 @@ from rl_core.data.batched_data_dict import BorrowedColumn, arrived_column, porta
 
 
 class ImageInputs(dict[str, torch.Tensor]):
-    """Arguments of the model's forward pass for one picture, such as `pixel_values` [patches, values] float32 and
-    `image_grid_thw` [1, 3] int64. Along axis 0, those of several pictures are concatenated.
+    """Arguments of the model's forward pass for one picture.
 
-    Must not be changed: rows that show the same picture share it, also after they were sent to another process in one batch.
+    Such as `pixel_values` [patches, values] float32 and `image_grid_thw` [1, 3] int64. Along axis 0, those of several pictures
+    are concatenated. Must not be changed: rows that show the same picture share it, also after they were sent to another
+    process in one batch.
     """
 
     def digest(self) -> str:

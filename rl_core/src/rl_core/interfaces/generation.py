@@ -32,9 +32,9 @@ class GenerationDatumSpec(TypedDict):
     """[B] int64, limit of new tokens per row; the config's limit applies as well."""
     sampling: NotRequired[list[dict[str, Any] | None]]
     """Options of single rows; None or an absent key for none. `temperature`, `top_p` and `top_k` replace the engine's, if its
-    facts have `reads_sampling`. The facts name further options in `row_options`: `top_logprobs`, the number of alternatives to
-    report at each position, and `json_schema`, which every completion that ends by itself fits. Engines raise
-    NotSupportedError for other options."""
+    facts have `reads_sampling`. The facts name further options in `row_options`, see `docs/batch_keys.md`, such as
+    `top_logprobs`, the number of alternatives to report at each position, and `json_schema`, which every completion that ends
+    by itself fits. Engines raise NotSupportedError for other options."""
     session_ids: NotRequired[list[str | None]]
     """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
