@@ -129,6 +129,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
             parameters=self.sampling_parameters(),
             seed=self.sampling_seed,
             rank=self.context.rank,
+            reads_images=bool(facts.get("images")),
         )
         self.prepare_for_generation()
         return {

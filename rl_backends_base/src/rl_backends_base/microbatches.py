@@ -11,6 +11,7 @@ import torch
 from rl_core.backend import BatchedDataDict, return_freed_memory
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import to_device
+from rl_core.data.images import RowImage
 from rl_core.errors import DataError, NonFiniteError
 from rl_core.interfaces.policy import Reduction
 
@@ -24,12 +25,14 @@ class MicrobatchRows:
         lengths: [b] int64, tokens of each row; on the CPU.
         mask: [b, T]; above 0 where a token counts; None if all do.
         prompt_ids: [b] int64, on the CPU; None unless rows with equal ids should be computed as one sequence.
+        images: of each row; None if no row has any.
     """
 
     input_ids: torch.Tensor
     lengths: torch.Tensor
     mask: torch.Tensor | None
     prompt_ids: torch.Tensor | None = None
+    images: Sequence[Sequence[RowImage] | None] | None = None
 
 
 class MicrobatchSplitter:
@@ -60,8 +63,8 @@ class MicrobatchSplitter:
         """The columns that the model reads.
 
         Args:
-            microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, and `prompt_id` if rows of a
-                prompt should be computed as one sequence.
+            microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, `prompt_id` if rows of a
+                prompt should be computed as one sequence, and `images` if rows have some.
             training: count only tokens with `token_mask * sample_mask`; otherwise all.
 
         Raises:
@@ -79,7 +82,8 @@ class MicrobatchSplitter:
             )
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
         prompt_ids = microbatch["prompt_id"].to("cpu", torch.int64) if "prompt_id" in microbatch else None
-        return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask, prompt_ids=prompt_ids)
+        images = microbatch["images"] if "images" in microbatch and any(microbatch["images"]) else None
+        return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask, prompt_ids=prompt_ids, images=images)
 
 
 def scored_tokens(

@@ -120,6 +120,7 @@ class RowSampler:
         parameters: the distribution; by default, that of the section.
         seed: for rows without `sample_seeds`.
         rank: index of the replica, whose rows without `sample_seeds` differ from those of others.
+        reads_images: whether the model reads the images of a row (`Prompt.images`).
 
     Attributes:
         batch: rows of the latest `generate` call, which other threads may read.
@@ -137,6 +138,7 @@ class RowSampler:
         parameters: SamplingParameters | None = None,
         seed: int = 0,
         rank: int = 0,
+        reads_images: bool = False,
     ) -> None:
         self.tokenizer, self.batch = tokenizer, list[Row]()
         self._model, self._config, self._end_ids = model, config, end_ids
@@ -147,6 +149,7 @@ class RowSampler:
             reads_text=tokenizer is not None,
             reads_sampling=True,
             row_options=ROW_OPTIONS,
+            reads_images=reads_images,
             seed=seed,
             rank=rank,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,10 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import pad_value
 from rl_core.errors import ConfigError, DataError, NotSupportedError
 
-_READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling")
+if TYPE_CHECKING:
+    from rl_core.data.images import RowImage
+
+_READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling", "images")
 _TEMPERATURE = frozenset({"temperature", "top_p", "top_k"})
 
 
@@ -42,6 +45,7 @@ class Prompt:
         seed: of its random draws.
         stop_strings: strings that end it: those of all rows, and its own.
         sampling: its own options, replacing the engine's: see `GenerationDatumSpec`.
+        images: its images, in the order of their tokens.
     """
 
     number: int
@@ -50,6 +54,7 @@ class Prompt:
     seed: int
     stop_strings: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[RowImage] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,7 @@ class PromptReader:
         reads_text: whether there is a tokenizer, which stop strings require.
         reads_sampling: whether rows may have their own temperature (`sampling`).
         row_options: further options that rows may have (`sampling`).
+        reads_images: whether rows may have images.
         seed: for batches without `sample_seeds`.
         rank: index of the replica, because replicas with one seed would sample the same rows.
     """
@@ -128,9 +134,11 @@ class PromptReader:
         reads_text: bool = True,
         reads_sampling: bool = False,
         row_options: Collection[str] = (),
+        reads_images: bool = False,
         seed: int = 0,
         rank: int = 0,
     ) -> None:
+        self._reads_images = reads_images
         self.limits, self._options = limits, {*row_options, *(_TEMPERATURE if reads_sampling else ())}
         self._stop_strings, self._reads_text = tuple(stop_strings), reads_text
         self._seed, self._calls = seed * 1_000_003 + rank, 0
@@ -141,7 +149,8 @@ class PromptReader:
         Raises:
             DataError: an empty prompt, an id outside the vocabulary, no space for a token, or a stop string that is empty or
                 cannot be found; names the row.
-            NotSupportedError: rows have their own temperature, and the engine samples at one; or another option that it lacks.
+            NotSupportedError: rows have their own temperature, and the engine samples at one; or another option that it lacks;
+                or images, and it reads none.
         """
         self._calls += 1
         refuse_text(data)
@@ -152,16 +161,41 @@ class PromptReader:
         prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             _check_prompt(number, prompt, length, self.limits)
+        images = image_column(data, reads_images=self._reads_images, reader="This generation engine")
         own_sampling = batch["sampling"] if "sampling" in batch else [None] * len(prompts)
         _check_options(own_sampling, self._options)
         seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(self._seed, self._calls, len(prompts))
         limits = _row_limits(batch, prompts, self.limits)
         stops = _row_stop_strings(batch, len(prompts), self._stop_strings, reads_text=self._reads_text)
-        rows = zip(prompts, limits, seeds.tolist(), stops, own_sampling, strict=True)
+        rows = zip(prompts, limits, seeds.tolist(), stops, own_sampling, images or [None] * len(prompts), strict=True)
         return [
-            Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings, sampling=sampling or {})
-            for number, (prompt, limit, own_seed, strings, sampling) in enumerate(rows)
+            Prompt(
+                number=number,
+                tokens=prompt,
+                limit=limit,
+                seed=own_seed,
+                stop_strings=strings,
+                sampling=sampling or {},
+                images=shown or (),
+            )
+            for number, (prompt, limit, own_seed, strings, sampling, shown) in enumerate(rows)
         ]
+
+
+def image_column(data: Mapping[str, Any], *, reads_images: bool, reader: str) -> list[Sequence[RowImage] | None] | None:
+    """The column `images` of a batch; None if no row has images.
+
+    Raises:
+        NotSupportedError: a row has images, and `reader`, such as "The policy", reads none.
+    """
+    column: list[Sequence[RowImage] | None] = data["images"] if "images" in data else []
+    with_images = [row for row, images in enumerate(column) if images]
+    if with_images and not reads_images:
+        raise NotSupportedError(
+            f"{reader} does not read images, but {len(with_images)} of {len(column)} rows have some (the first is row "
+            f"{with_images[0]}). Use `backend: hf` with a vision-language model, or data without images."
+        )
+    return column if with_images else None
 
 
 def refuse_text(data: Any) -> None:

@@ -100,6 +100,8 @@ def check_files(name: str, *, head: Head | None = None, error: type[UserError] =
         model_class, arguments["num_labels"] = transformers.AutoModelForSequenceClassification, 1
     elif head != "scalar" and kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         model_class = model_class or transformers.AutoModelForCausalLM
+    elif head != "scalar" and kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        model_class = model_class or transformers.AutoModelForImageTextToText
     if model_class is None or "auto_map" in config or "quantization_config" in config:
         return
     arguments |= {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}

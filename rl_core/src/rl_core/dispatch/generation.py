@@ -278,6 +278,7 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
             reads_text=facts.get("reads_text", True),
             reads_sampling=facts.get("reads_sampling", False),
             row_options=facts.get("row_options", ()),
+            reads_images=facts.get("images", False),
         ).read(data)
 
     def _no_weights(self, ranks: Sequence[int]) -> WeightSyncError:

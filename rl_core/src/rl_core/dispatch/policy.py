@@ -13,6 +13,7 @@ import torch
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import image_column
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups, right_padded
 from rl_core.dispatch.replica_rows import TrainingRows, check_rows, generate_on, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.streaming import TextGeneration
@@ -103,7 +104,7 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         """The ranks' results, in the order and width of `data`."""
         self._require_head(head)
         self.wait_ready()
-        rows = select_columns(data, (*SCORING_KEYS, *self._sharing.columns(data)))
+        rows = select_columns(data, (*SCORING_KEYS, *self._sharing.columns(data), *self._image_columns(data)))
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         for shard, result in zip(shards, results, strict=True):
@@ -132,7 +133,7 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
         read = loss_fn.required_keys | (loss_fn.optional_keys & data.keys()) | candidates
         shared = self._sharing.columns(data, loss_fn)
-        rows = select_columns(data, (*TRAINING_KEYS, *sorted(read | set(shared))))
+        rows = select_columns(data, (*TRAINING_KEYS, *sorted(read | {*shared, *self._image_columns(data)})))
         for key in candidates:
             self._reject_unknown_tokens(rows[key], key)
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
@@ -158,6 +159,11 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
                 raise NonFiniteError(str(error)) from error
             raise
         return chosen.combine(results, loss_fn)
+
+    def _image_columns(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        """The column `images`, if a row has some; NotSupportedError if the model reads none."""
+        reads = bool(self.facts.get("images"))
+        return () if image_column(data, reads_images=reads, reader=f"The {self._name}") is None else ("images",)
 
     @cached_property
     def _sharing(self) -> PrefixSharing:

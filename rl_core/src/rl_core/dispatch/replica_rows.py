@@ -19,6 +19,7 @@ from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import refuse_text, with_input_lengths
+from rl_core.data.images import prompt_identity
 from rl_core.errors import BrokenPromiseError, DataError, NonFiniteError, WeightSyncError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.interfaces.policy import LossFunction
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 ROW_KEYS = (
     *("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id", "sampling"),
-    "stream_tokens",
+    *("stream_tokens", "images"),
 )
 
 
@@ -164,6 +165,8 @@ def padding_rows(rows: BatchedDataDict[Any], row: int, count: int) -> BatchedDat
             filler[mask] = torch.zeros_like(filler[mask])
     if "prompt_id" in filler:
         filler["prompt_id"] = torch.full_like(filler["prompt_id"], PADDING_PROMPT)
+    if "images" in filler:
+        filler["images"] = [None] * count
     return filler
 
 
@@ -180,15 +183,18 @@ def global_counts(rows: BatchedDataDict[Any], batch_size: int) -> list[GlobalCou
 _MAX_SESSIONS: Final = 100_000
 """Number of sessions whose replica is remembered if callers do not close them."""
 
-PromptKey = int | bytes
+PromptKey = int | bytes | tuple[Any, ...]
 
 
 def prompt_keys(rows: BatchedDataDict[Any]) -> list[PromptKey]:
-    """The identity of each row's prompt: its `prompt_id`, or the tokens of the prompt if the batch has no such column."""
+    """The identity of each row's prompt: its `prompt_id`, or its tokens and images if the batch has no such column."""
     if "prompt_id" in rows:
         return list(rows["prompt_id"].tolist())
     ids, lengths = rows["input_ids"], rows["input_lengths"]
-    return [ids[row, : int(lengths[row])].numpy().tobytes() for row in range(rows.size)]
+    tokens = [ids[row, : int(lengths[row])].numpy().tobytes() for row in range(rows.size)]
+    if "images" not in rows:
+        return [*tokens]
+    return [(each, *prompt_identity(images)) for each, images in zip(tokens, rows["images"], strict=True)]
 
 
 def split_by_prompt(prompts: Iterable[PromptKey], num_shards: int) -> list[list[int]]:

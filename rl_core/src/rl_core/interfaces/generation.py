@@ -13,6 +13,7 @@ from rl_core.interfaces.records import Message
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
+    from rl_core.data.images import RowImage
 
 
 class GenerationDatumSpec(TypedDict):
@@ -42,6 +43,8 @@ class GenerationDatumSpec(TypedDict):
     """[B] bool; `generate_async` also yields the row while it is sampled. Engines without `streams_tokens` ignore it."""
     prompt_id: NotRequired[torch.Tensor]
     """[B] int64; rows with equal ids are samples of one prompt and run on one replica. If absent, rows with equal tokens do."""
+    images: NotRequired[list[list[RowImage] | None]]
+    """Images of each row; engines whose facts do not have `images` refuse them."""
     messages: NotRequired[list[list[Message]]]
     """The conversation of each row. Engines with `reads_messages` read it; all others read `input_ids`. Without `input_ids`,
     the backends of `rl_core.dispatch` render it with their tokenizer, and return it with the completion as a new message."""

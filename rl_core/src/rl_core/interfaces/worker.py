@@ -73,6 +73,8 @@ class PolicyFacts(TypedDict):
     shared_prefix: NotRequired[bool]
     """Whether this model computes rows with the same `prompt_id` as one sequence; false by default. Batches have the column
     `prompt_id` only if this is true and saves work."""
+    images: NotRequired[bool]
+    """Whether the model reads images; false by default. Rows with images are refused otherwise."""
     shared_prefix_reason: NotRequired[str]
     """Why, or why not; by default, that the backend does not support it."""
     device_name: NotRequired[str | None]
@@ -97,6 +99,8 @@ class GenerationFacts(TypedDict):
     """The dtype that it computes in, such as "bfloat16"; that of the policy by default."""
     num_parameters: NotRequired[int]
     """Number of parameters of the whole model; unknown by default."""
+    images: NotRequired[bool]
+    """Whether the model reads images; false by default. Rows with images are refused otherwise."""
     reads_text: NotRequired[bool]
     """Whether it has a tokenizer, which stop strings need; true by default."""
     reads_sampling: NotRequired[bool]

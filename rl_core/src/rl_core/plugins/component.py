@@ -397,6 +397,10 @@ class Capability(StrEnum):
     """Engines: compute with the adapters of a policy as it does, without merging them (`policy.generation.lora`).
 
     Needs: `expect_adapters`, which `TokenwiseWorker` has, and adapters among the expected weights and their digests."""
+    IMAGES = "images"
+    """Policies and engines: rows with images (column `images`), if the model reads images.
+
+    Needs: each feature replaces the token at its position, and prompts that differ only in images are different prompts."""
     TOP_LOGPROBS = "top_logprobs"
     """Engines: report alternatives at each position, for servers.
 
