@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from rl_core.backend import BatchedDataDict, return_freed_memory
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import to_device
-from rl_core.data.images import RowImage
 from rl_core.errors import DataError, NonFiniteError
 from rl_core.interfaces.policy import Reduction
+
+if TYPE_CHECKING:
+    from rl_core.data.images import RowImage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,7 @@ def padded_input(
     device: torch.device,
     shift: int,
     mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> ScoringInput:
     """Padded rows, trimmed to the longest.
 
@@ -160,6 +163,7 @@ def padded_input(
         device: device of the model.
         shift: see `scored_tokens`.
         mask: [b, T], tokens to score; all by default.
+        positions: [..., b, T] int64, for models that do not number the tokens of a row from 0.
     """
     rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     width = max(int(lengths.max()), 1)
@@ -169,6 +173,7 @@ def padded_input(
         targets=to_device(input_ids[rows, columns], device),
         output_index=to_device(rows * input_ids.shape[1] + columns, device),
         shape=(input_ids.shape[0], input_ids.shape[1]),
+        attention={} if positions is None else {"position_ids": to_device(positions[..., :width], device)},
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,7 @@ from rl_backends_base.shards import copy_from_files
 from rl_backends_hf.adapter_folder import adapter_as_model
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import layers_to_quantize, quantization_of, use_dequantized_products
 from rl_backends_hf.scoring.scoring_model import init_head, prepare_head
 from rl_backends_hf.transformers_internals import attention_of, checkpoint_layers, names_of_layers
@@ -35,15 +37,23 @@ from rl_core.plugins.component import did_you_mean
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-AUTO_CLASSES: Mapping[Head, Any] = {"tokens": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
-MAPPINGS: Mapping[Head, Any] = {
-    "tokens": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "scalar": transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-}
+_CAUSAL, _VISION = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+_CLASSIFIERS: Final = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 # Progress bars of several workers would garble the run's log.
 transformers.utils.logging.disable_progress_bar()
 modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # it ignores that setting
+
+
+def auto_class(config: PretrainedConfig, head: Head) -> tuple[Any, type[PreTrainedModel] | None]:
+    """Transformers' class that loads the model of a config, and the model's class, if Transformers has it."""
+    kind = type(config)
+    if head == "scalar":
+        return AutoModelForSequenceClassification, _CLASSIFIERS.get(kind, None)
+    # A config of a family with both has the name of its own class; that of the language model alone is another class.
+    if kind in _VISION and (kind not in _CAUSAL or _VISION[kind].__name__ in (config.architectures or ())):
+        return AutoModelForImageTextToText, _VISION[kind]
+    return AutoModelForCausalLM, _CAUSAL.get(kind, None)
 
 
 def load_model(
@@ -188,7 +198,7 @@ def _load_as_stored(
         arguments.setdefault("device_map", {"": device})
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    from_pretrained = (loader or AUTO_CLASSES[head]).from_pretrained
+    from_pretrained = (loader or auto_class(config, head)[0]).from_pretrained
     with report_as_error(name):
         model, report = _with_explained_errors(name, options, lambda: from_pretrained(**arguments), head=head)
     check_loaded(model, report, name=name)
@@ -225,7 +235,7 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
         model: PreTrainedModel = _with_explained_errors(
             name,
             options,
-            lambda: AUTO_CLASSES[head].from_config(
+            lambda: auto_class(config, head)[0].from_config(
                 config, trust_remote_code=options.trust_remote_code, attn_implementation=_attention(config, options, head)
             ),
             head=head,
@@ -240,7 +250,7 @@ def _attention(config: PretrainedConfig, options: HFModelConfig, head: Head) -> 
     Raises:
         UserError: the one that the options name ignores a part of the config.
     """
-    exact = exact_attention(config, MAPPINGS[head].get(type(config), None))
+    exact = exact_attention(config, auto_class(config, head)[1])
     if options.attn_implementation == "sdpa" and exact_attention(config) == "eager":
         raise UserError(
             "`attn_implementation: sdpa` ignores `attn_logit_softcapping` of the model's config, so it would compute another "
@@ -281,10 +291,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that Transformers says to keep together on one device; none if the model's class does not name them."""
+    """The layers that Transformers says to keep together on one device; none if the model's class does not name them.
+
+    Those of a vision tower are not among them.
+    """
     names = names_of_layers(model)
     # FSDP2 replaces a layer's class by one that inherits from it.
-    return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
+    return [module for module in language_model(model).modules() if names & {base.__name__ for base in type(module).__mro__}]
 
 
 def _locate(name: str) -> dict[str, str]:

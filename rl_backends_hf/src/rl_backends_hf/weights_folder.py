@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rl_backends_base.shards import fill, whole
 from rl_backends_hf.adapter_folder import ADAPTER_CONFIG
-from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
+from rl_backends_hf.model import auto_class, sharding_class, why_read_whole
 from rl_core.backend import CLASSIFIER, Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
 from rl_core.data.hub import published_file
 from rl_core.errors import CheckpointError
@@ -110,7 +110,7 @@ class WholeModel:
             raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
         model, first = self._model, next(self._model.parameters())
         reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None
-        loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else AUTO_CLASSES[self._head]
+        loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else auto_class(model.config, self._head)[0]
         try:
             with report_as_error(str(folder), CheckpointError):
                 loaded, report = loader.from_pretrained(

@@ -24,6 +24,7 @@ def packed_input(
     device: torch.device,
     shift: int,
     mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     pad_multiple: int = 1,
     variable_length_kernel: str | None = None,
 ) -> ScoringInput:
@@ -38,12 +39,17 @@ def packed_input(
         device: device of the model.
         shift: see `scored_tokens`.
         mask: [b, T], tokens to score; all by default.
+        positions: [3, b, T], coordinates of the tokens, for models that have them.
         pad_multiple: each row is padded to a multiple of this many tokens.
         variable_length_kernel: attention function that takes sequence boundaries (`VARLEN` or flash attention), if any.
     """
     rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
-    attention: dict[str, Any] = {"position_ids": to_device(packed.position_ids, device)}
+    laid_out = packed.position_ids
+    if positions is not None:
+        own = positions[:, packed.row_index.clamp(min=0), laid_out[0].clamp(max=input_ids.shape[1] - 1)]
+        laid_out = torch.cat([laid_out.unsqueeze(0), own.unsqueeze(1)])
+    attention: dict[str, Any] = {"position_ids": to_device(laid_out, device)}
     if variable_length_kernel == VARLEN:
         lengths_in_pack = packed.cu_seqlens.diff().tolist()
         attention |= {
@@ -76,6 +82,7 @@ def shared_input(
     device: torch.device,
     shift: int,
     mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> ScoringInput:
     """Rows with the same prompt id as one sequence, with their common prefix once; see `share_prefixes`.
 
@@ -86,9 +93,15 @@ def shared_input(
         device: device of the model.
         shift: see `scored_tokens`.
         mask: [b, T], tokens to score; all by default.
+        positions: as in `packed_input`.
     """
     rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     shared = share_prefixes(input_ids, lengths, prompt_ids)
+    laid_out = shared.position_ids
+    if positions is not None:
+        present = shared.token_index >= 0
+        laid_out = torch.zeros(3, *laid_out.shape, dtype=torch.int64)
+        laid_out[:, 0, shared.token_index[present]] = positions[:, present]
     hidden, targets, repeat = shared.token_index[rows, columns - shift], input_ids[rows, columns], None
     if mask is None:
         # Tokens of a prefix are the same in all of its rows, so the head is applied to them once.
@@ -102,7 +115,7 @@ def shared_input(
         shape=(input_ids.shape[0], input_ids.shape[1]),
         # Transformers passes on a mask with four axes as it is, and would create one with N * N entries otherwise.
         attention={
-            "position_ids": to_device(shared.position_ids, device),
+            "position_ids": to_device(laid_out, device),
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             "shared_prefix": shared if device.type == "cpu" else SharedRows.of(shared, device),
         },

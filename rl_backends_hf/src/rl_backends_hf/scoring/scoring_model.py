@@ -11,7 +11,7 @@ for any seed (Huang et al. 2024, https://arxiv.org/abs/2403.17031).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from rl_backends_base import ScoringInput
+from rl_backends_hf.pictures import call_with_pictures, has_rope_grid
 from rl_core.backend import CLASSIFIER, Head, refuse_other_head
 from rl_core.errors import NotSupportedError, UserError
 
@@ -43,6 +44,8 @@ class ScoringModel(nn.Module, ABC):
         self.model = model
         self.autocast: torch.dtype | None = None
         """Data type that float32 adapters are computed in; their own by default."""
+        self.tower: Sequence[nn.Module] = ()
+        """Modules of the vision tower, if each rank has shards of their trained weights."""
 
     @property
     @abstractmethod
@@ -68,9 +71,21 @@ class ScoringModel(nn.Module, ABC):
 
     def hidden_states(self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
         """The backbone's last hidden states [M, H]."""
+        attention = {"use_cache": False, "return_dict": True, **attention}
+        base, pictures = self.model.base_model, attention.pop("pictures", None)
+        if has_rope_grid(self.model) and "position_ids" in attention and attention["position_ids"].ndim == 2:
+            # Only of four axes, the model reads where packed rows begin: the first are the positions in the row.
+            attention["position_ids"] = attention["position_ids"].expand(4, *attention["position_ids"].shape)
         with torch.autocast(input_ids.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
+            if pictures is None:
+                output = base(input_ids=input_ids, **attention)
+            else:
+                output = call_with_pictures(base, self.model, input_ids, pictures, **attention)
         hidden: torch.Tensor = output.last_hidden_state
+        if self.tower and torch.is_grad_enabled():
+            # With FSDP2, all ranks must sum gradients of the same weights, also if only some rows have pictures.
+            weights = (each for module in self.tower for each in module.parameters(recurse=False) if each.requires_grad)
+            hidden = hidden + sum(each.flatten()[0] * 0 for each in weights)
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, hidden_index)
 
     def model_logits(self, input_ids: torch.Tensor) -> torch.Tensor:

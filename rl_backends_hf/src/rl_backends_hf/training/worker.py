@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ from rl_backends_hf.model import (
     why_read_whole,
 )
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.pictures import Pictures, reads_images, rope_positions, tower_modules, with_pictures
 from rl_backends_hf.quantized import is_quantized, num_weights
 from rl_backends_hf.scoring.model_inputs import packed_input, shared_input
 from rl_backends_hf.scoring.probe import probe_scoring
@@ -143,6 +145,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         return {
             "num_parameters": self._num_parameters,
             "vocab_size": self.model.vocab_size,
+            "images": reads_images(self.model.model),
             "shared_prefix": self._unshared is None,
             "shared_prefix_reason": self._unshared or SUPPORTED,
             "matrix_sizes": matrix_sizes(self.model.model),
@@ -210,8 +213,18 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         return super().trainable_state()
 
     def form(self, rows: MicrobatchRows) -> ScoringInput:
+        if rows.images is not None:
+            model, images = self.model.model, [image for each in rows.images for image in each or ()]
+            pictures = Pictures.of(images)
+            ids = pictures.mark(rows.input_ids, rows.images)
+            positions = rope_positions(model, ids, rows.lengths, rows.images)
+            inputs = self._lay_out(replace(rows, input_ids=ids), positions=positions)
+            return with_pictures(inputs, pictures, placeholder_id=images[0].placeholder_id)
+        return self._lay_out(rows)
+
+    def _lay_out(self, rows: MicrobatchRows, **how: Any) -> ScoringInput:
         ids, lengths = rows.input_ids, rows.lengths
-        how: dict[str, Any] = {"device": self.device, "shift": int(self.config.head == "tokens"), "mask": rows.mask}
+        how |= {"device": self.device, "shift": int(self.config.head == "tokens"), "mask": rows.mask}
         if self._unshared is None and rows.prompt_ids is not None:
             return shared_input(ids, lengths, rows.prompt_ids, **how)
         if not self.config.sequence_packing.enabled:
@@ -391,6 +404,7 @@ def load_sharded(
     def shard(model: PreTrainedModel) -> None:
         made.append(make_scoring(model))
         scoring = made[0]
+        scoring.tower = tower_modules(model) if trainable else ()
         parallel.distribute(
             scoring,
             decoder_layers(model),
