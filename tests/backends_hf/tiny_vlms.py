@@ -232,6 +232,19 @@ def conversations(family: str) -> BatchedDataDict:
     )
 
 
+def samples(family: str) -> BatchedDataDict:
+    """Rows of two prompts with the same tokens and different pictures, and rows whose second turns show different ones."""
+    rows, prompts = [], []
+    for prompt, seed in ((0, 0), (1, 3)):
+        for number in range(3):
+            rows.append(row(family, [words(1, 5), seed, words(2, 4), words(20 + number, 3 + number)]))
+            prompts.append(prompt)
+    for number, seed in enumerate((1, 4)):
+        rows.append(row(family, [words(1, 5), 0, words(3, 6), seed, words(30 + number, 4)]))
+        prompts.append(2)
+    return batch(rows, prompt_id=torch.tensor(prompts))
+
+
 def plain(folder: str) -> Any:
     """The model by Transformers, float32."""
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

@@ -10,6 +10,7 @@ import torch
 from rl_backends_base import SamplingParameters, TokenwiseWorker
 from rl_backends_hf.config import HFGenerationConfig, generation_advice
 from rl_backends_hf.model import DTYPES, load_model
+from rl_backends_hf.pictures import reads_images
 from rl_backends_hf.quantized import is_quantized
 from rl_backends_hf.sampling.sampler import SlotRows, probe_sampling
 from rl_core.backend import (
@@ -56,6 +57,7 @@ class HFGenerationWorker(SlotRows, TokenwiseWorker[HFGenerationConfig]):
             "vocab_size": self.vocab_size,
             "device": str(self.model.device),
             "precision": self.config.hf_cfg.precision or "float32",
+            "images": reads_images(self.model),
         }
 
     def find_tokenizer(self) -> Any:

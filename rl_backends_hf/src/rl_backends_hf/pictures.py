@@ -8,7 +8,7 @@ prompts apart that differ only in their pictures, so that rows share a prefix on
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -54,7 +54,7 @@ def has_rope_grid(model: PreTrainedModel) -> bool:
 
 def attends_within_pictures(model: PreTrainedModel) -> bool:
     """Whether all tokens of a picture attend to each other (Gemma 3)."""
-    return "token_type_ids" in inspect.signature(model.base_model.forward).parameters
+    return model.config.model_type in FAMILIES and "token_type_ids" in inspect.signature(model.base_model.forward).parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +133,13 @@ class Pictures:
         return features, deeper
 
 
-def with_features(tokens: list[int], images: Iterable[RowImage], first: Mapping[str, int]) -> list[int]:
+def with_features(tokens: list[int], images: Collection[RowImage], first: Mapping[str, int]) -> list[int]:
     """The tokens of a row, in which -1 - n stands for feature n; `first` numbers the first feature of each digest.
 
     Raises:
         DataError: as `Pictures.mark`.
     """
-    marked = [*tokens]
+    marked = [*tokens] if images else tokens
     for image in images:
         place = [at for at in range(image.start, min(image.end, len(tokens))) if tokens[at] == image.placeholder_id]
         if len(place) != image.num_placeholders or image.start < 0:

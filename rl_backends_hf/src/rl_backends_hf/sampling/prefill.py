@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_backends_hf.cpu_attention import is_plain, refuse_ignored
+from rl_backends_hf.pictures import Pictures, call_with_pictures, has_rope_grid, rope_positions
 from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
 from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup
 from rl_backends_hf.sampling.shared_prompts import attend_by_products, prefers_products
@@ -45,6 +46,12 @@ class PrefillPlan:
         """Number of tokens at the start of each group's prompt whose keys and values are reused, not computed."""
         return [len(prefix.tokens) for prefix in self.prefixes] or [0] * len(self.groups)
 
+    def pictures(self) -> Pictures | None:
+        """Pictures with features among the tokens to compute, if there are any."""
+        pairs = zip(self.groups, self.past, strict=True)
+        images = [image for group, past in pairs for image in group.images if image.end > past]
+        return Pictures.of(images) if images else None
+
     def has_space_for(self, group: PromptGroup, *, max_tokens: int) -> bool:
         """Whether the prefill has at most `max_tokens` padded tokens with one more group."""
         return (len(self.groups) + 1) * max(len(each.prompt) for each in (*self.groups, group)) <= max_tokens
@@ -53,33 +60,55 @@ class PrefillPlan:
 def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, DynamicCache]:
     """Logits [N, V] of the token after each group's prompt, and keys and values.
 
-    The cache has left-padded columns of the prefixes, if there are any, and then left-padded columns of new tokens.
+    The cache has left-padded columns of the prefixes, if there are any, and then left-padded columns of new tokens. `Row.state`
+    becomes the distance from the number of a token to its position, for rows with images that change it.
     """
     # Computed on the host, which knows all of it, and copied to the device at the end.
     device = model.get_input_embeddings().weight.device
     past = torch.tensor(plan.past).unsqueeze(1)
-    new = [group.prompt[kept:] for group, kept in zip(plan.groups, plan.past, strict=True)]
+    pictures = plan.pictures()
+    new = [group.tokens(pictures)[kept:] for group, kept in zip(plan.groups, plan.past, strict=True)]
     past_width, width = max(plan.past), max(map(len, new))
     padding = [width - len(tokens) for tokens in new]
     ids = torch.tensor([[0] * pad + tokens for pad, tokens in zip(padding, new, strict=True)])
     is_new = torch.arange(width) >= torch.tensor(padding).unsqueeze(1)
     is_past = torch.arange(past_width) >= past_width - past
     mask = torch.cat([is_past, is_new], dim=1)
+    positions = (is_new.cumsum(dim=1) - 1).clamp_(min=0) + past
+    if has_rope_grid(model) and any(group.images for group in plan.groups):
+        positions = _with_coordinates(model, plan, positions)
     cache = DynamicCache()
     for number, layer in enumerate(zip(*(prefix.layers for prefix in plan.prefixes), strict=True)):
         keys, values = zip(*layer, strict=True)
         cache.update(_left_padded(keys, past_width), _left_padded(values, past_width), number)
-    logits = model(
-        input_ids=to_device(ids, device),
-        attention_mask=None if bool(mask.all()) else to_device(mask, device),
-        position_ids=to_device((is_new.cumsum(dim=1) - 1).clamp_(min=0) + past, device),
-        use_cache=True,
-        **{cache_keyword(model): cache},
+    arguments: dict[str, Any] = {
+        "attention_mask": None if bool(mask.all()) else to_device(mask, device),
+        "position_ids": to_device(positions, device),
+        "use_cache": True,
+        cache_keyword(model): cache,
         # A tensor, because the model would use a number for a slice, which is not contiguous: for such an input, torch's linear
         # layers on CPUs copy their weight, here that of the LM head, once per row.
-        logits_to_keep=to_device(torch.tensor([width - 1]), device),
-    ).logits[:, -1]
-    return logits, cache
+        "logits_to_keep": to_device(torch.tensor([width - 1]), device),
+    }
+    on_device = to_device(ids, device)
+    if pictures is None:
+        return model(input_ids=on_device, **arguments).logits[:, -1], cache
+    return call_with_pictures(model, model, on_device, pictures, **arguments).logits[:, -1], cache
+
+
+def _with_coordinates(model: PreTrainedModel, plan: PrefillPlan, positions: torch.Tensor) -> torch.Tensor:
+    """Coordinates [3, N, width] of new tokens, instead of `positions` [N, width]; sets `Row.state` of rows with images."""
+    coordinates = positions.expand(3, *positions.shape).clone()
+    for number, (group, past) in enumerate(zip(plan.groups, plan.past, strict=True)):
+        if not group.images:
+            continue
+        tokens = torch.tensor([group.tokens(Pictures.of(group.images))])
+        own = rope_positions(model, tokens, torch.tensor([tokens.shape[1]]), [group.images])
+        assert own is not None
+        coordinates[:, number, positions.shape[1] - (tokens.shape[1] - past) :] = own[:, 0, past:]
+        for row in group.rows:
+            row.state = int(own.max()) + 1 - tokens.shape[1]
+    return coordinates
 
 
 def _left_padded(tensors: Sequence[torch.Tensor], width: int) -> torch.Tensor:

@@ -12,22 +12,40 @@ from itertools import takewhile
 import torch
 
 from rl_backends_base.rows import Row
+from rl_backends_hf.pictures import Pictures, with_features
 from rl_backends_hf.sampling.kv_cache import SlotCache
+from rl_core.data.images import RowImage
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
-    """Rows with the same tokens, which share a prefill."""
+    """Rows with the same tokens and images, which share a prefill; `prompt` is that of `identity`."""
 
     prompt: list[int]
     rows: list[Row]
 
+    @property
+    def images(self) -> Sequence[RowImage]:
+        """The images of each row."""
+        return self.rows[0].prompt.images
+
+    def tokens(self, pictures: Pictures | None) -> list[int]:
+        """The tokens of each row, as `Pictures.mark` returns them; images that are not among `pictures` remain tokens."""
+        shown = [image for image in self.images if pictures is not None and image.digest in pictures.first]
+        return with_features(self.rows[0].sequence, shown, {} if pictures is None else pictures.first)
+
+
+def identity(row: Row) -> list[int]:
+    """The tokens of a row, prompt and completion, with negative numbers for features, which only equal pictures share."""
+    images = row.prompt.images
+    return with_features(row.sequence, images, {image.digest: int(image.digest, 16) << 32 for image in images})
+
 
 def group_by_prompt(rows: Iterable[Row]) -> list[PromptGroup]:
-    """Groups of rows with the same tokens, prompt and completion, in the order of their first rows."""
+    """Groups of rows with the same tokens and images, prompt and completion, in the order of their first rows."""
     groups: dict[tuple[int, ...], PromptGroup] = {}
     for row in rows:
-        tokens = row.sequence
+        tokens = identity(row)
         groups.setdefault(tuple(tokens), PromptGroup(prompt=tokens, rows=[])).rows.append(row)
     return list(groups.values())
 
@@ -37,7 +55,7 @@ class CachedPrefix:
     """Keys and values of the first tokens of a row.
 
     Attributes:
-        tokens: the tokens.
+        tokens: the tokens, as in `identity`.
         layers: keys and values of each layer, [heads, len(tokens), head_dim].
     """
 

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from rl_backends_base import Row, RowSampler, SamplingParameters, TokenModel
 from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.pictures import attends_within_pictures, has_rope_grid, reads_images
 from rl_backends_hf.sampling.kv_cache import CacheBudget, SlotCache
 from rl_backends_hf.sampling.packed_linears import packed_linears
 from rl_backends_hf.sampling.prefill import AttentionLayout, PrefillPlan, decoding_attention, prefill
-from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, SessionCache, group_by_prompt
+from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, SessionCache, group_by_prompt, identity
 from rl_backends_hf.sampling.shared_prompts import PromptSharing, prefers_products
 from rl_backends_hf.scoring.probe import refusing_errors, tolerance
 from rl_backends_hf.transformers_internals import attention_of, cache_keyword
@@ -71,6 +72,7 @@ class SlotRows(TokenModel):
         self._budget = CacheBudget(model, max_rows=hf.max_batch_rows, max_bytes=max_bytes)
         self.sessions = SessionCache(hf.session_cache_mb * 2**20)
         self._cache_keyword = cache_keyword(model)
+        self._has_grid, self._whole_pictures = has_rope_grid(model), attends_within_pictures(model)
         self._cache: SlotCache | None = None
         self._slots: list[Row] = []
 
@@ -129,6 +131,8 @@ class SlotRows(TokenModel):
         kept = [self.sessions.take(row.session) for row in group.rows if row.session is not None]
         prefixes = [prefix.of(group.prompt) for prefix in kept if prefix is not None]
         best = max(prefixes, key=lambda prefix: len(prefix.tokens), default=None)
+        if best is not None and self._whole_pictures and any(image.end > len(best.tokens) for image in group.images):
+            return None  # a mask for tokens within pictures has no columns for earlier ones
         return best if best is not None and best.tokens else None
 
     def _shared_tokens(self, group: PromptGroup) -> int:
@@ -158,10 +162,13 @@ class SlotRows(TokenModel):
         prompts = cache.prompts
         adds_mask = prompts is not None or attention_of(self.model) == "eager"
         score_dtype = self.model.dtype if adds_mask or prefers_products(self._input_device, self.model.dtype) else None
+        positions = cache.slots.positions
+        if self._has_grid and any(row.state for row in self._slots):
+            positions = positions + self._tensor([row.state or 0 for row in self._slots])
         logits = self.model(
             input_ids=self._tensor([row.tokens[-1:] for row in self._slots]),
             attention_mask=self._layout.mask(cache, score_dtype=score_dtype),
-            position_ids=cache.slots.positions.unsqueeze(1),
+            position_ids=positions.unsqueeze(1),
             use_cache=True,
             **{self._cache_keyword: cache},
             **({} if prompts is None else {"slot_cache": cache}),
@@ -178,7 +185,7 @@ class SlotRows(TokenModel):
         for row in rows:
             if row.session is not None and row.has_ended and row.error is None:
                 assert self._cache is not None
-                self.sessions.put(row.session, row.sequence[:-1], self._cache, slots[row])
+                self.sessions.put(row.session, identity(row)[:-1], self._cache, slots[row])
 
     def keep(self, rows: Sequence[Row]) -> None:
         slots = {row: slot for slot, row in enumerate(self._slots)}
@@ -264,6 +271,7 @@ class Sampler(SlotRows):
             parameters=SamplingParameters.of(config, repetition_penalty=config.hf_cfg.repetition_penalty),
             seed=seed,
             rank=rank,
+            reads_images=reads_images(model),
         )
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, weight_version: int = -1) -> BatchedDataDict[Any]:
