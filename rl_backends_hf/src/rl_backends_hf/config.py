@@ -64,6 +64,8 @@ class HFPolicyConfig(PolicyConfig):
                 ("hf_cfg", "cpu_products"),
                 f"{self.hf_cfg.cpu_products} has no effect with policy.precision: float32. Remove it, or use bfloat16.",
             )
+        if self.hf_cfg.freeze and self.frozen:
+            yield ("hf_cfg", "freeze"), "has no effect with frozen: true, which trains no weights. Remove one of them."
         if self.hf_cfg.lora is not None:
             yield from self._lora_conflicts(self.hf_cfg.lora, run)
         elif (key := self.hf_cfg.quantized_by) is not None and not self.frozen:
@@ -97,7 +99,7 @@ class HFPolicyConfig(PolicyConfig):
 
     def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
-        from rl_backends_hf.lora_targets import check_targets
+        from rl_backends_hf.lora_targets import check_targets, freeze_modules
         from rl_backends_hf.model import length_dependent_rope, model_without_weights
         from rl_backends_hf.quantized import layers_to_quantize
 
@@ -105,6 +107,7 @@ class HFPolicyConfig(PolicyConfig):
             return
         model = model_without_weights(self.model_name, options=self.hf_cfg, head=self.head)
         layers_to_quantize(model, self.hf_cfg)
+        freeze_modules(model, self.hf_cfg.freeze)
         if self.hf_cfg.lora is not None:
             check_targets(model, self.hf_cfg.lora, head=self.head)
         if (problem := length_dependent_rope(model, self.max_total_sequence_length)) is not None:

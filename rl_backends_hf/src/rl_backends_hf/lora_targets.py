@@ -1,15 +1,17 @@
-"""Finds the linear layers that LoRA adapts, by the names in the config."""
+"""Finds modules by the names in the config: the linear layers that LoRA adapts, and frozen modules."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_hf.model_options import ALL_LINEAR, LoRAConfig
+from rl_backends_hf.pictures import language_model
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import Head
 from rl_core.errors import UserError
@@ -31,14 +33,25 @@ def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> 
 
 
 def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | None) -> set[str]:
-    """Names of the linear layers to adapt; rejects names that match nothing, and modules that cannot be adapted."""
+    """Names of the linear layers to adapt; rejects names that match nothing, and modules that cannot be adapted.
+
+    `all-linear` and names in a list mean layers of the language model; a vision tower's are adapted if a name or an expression
+    matches only those.
+    """
+    text = {*language_model(model).modules()}
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
     excluded = _matching_modules(config.exclude_modules or [], modules, linear, key="exclude_modules")
-    if config.target_modules == ALL_LINEAR:
-        targets = set(linear)
+    wanted = config.target_modules
+    if wanted == ALL_LINEAR:
+        targets = {name for name in linear if modules[name] in text}
+    elif isinstance(wanted, str):
+        targets = _matching_modules(wanted, modules, linear, key="target_modules")
     else:
-        targets = _matching_modules(config.target_modules, modules, linear, key="target_modules")
+        targets = set()
+        for each in wanted:
+            matching = _matching_modules([each], modules, linear, key="target_modules")
+            targets |= {name for name in matching if modules[name] in text} or matching
     for name in sorted(targets - excluded - linear):
         _reject_module(name, modules[name], is_head=modules[name] is head)
     if not targets - excluded:
@@ -47,6 +60,37 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
             key="policy.hf_cfg.lora",
         )
     return targets - excluded
+
+
+def freeze_modules(model: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Exclude the weights of modules from training.
+
+    Args:
+        model: a plain model, possibly without weights (device `meta`).
+        patterns: `policy.hf_cfg.freeze`.
+
+    Raises:
+        UserError: a pattern matches no module, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+        if not matching:
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names, key=lambda each: each.count("."))))
+            known = [name for name in ends if not name.isdigit()]
+            raise UserError(
+                f"`policy.hf_cfg.freeze`: {pattern!r} matches no module of the model.{did_you_mean(pattern, known)} Its modules "
+                f"include {', '.join(known[:12])}.",
+                key="policy.hf_cfg.freeze",
+            )
+        for name in matching:
+            model.get_submodule(name).requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            "`policy.hf_cfg.freeze` matches all weights, so nothing would be trained. Leave some out, or set `frozen: true` for "
+            "a model that only scores.",
+            key="policy.hf_cfg.freeze",
+        )
 
 
 def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 
@@ -17,7 +18,8 @@ _EXPERT_AXES = 3
 def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     """The fact `matrix_sizes` of `PolicyWorker.setup`.
 
-    Embeddings are read, not multiplied with; norms and biases are left out. Of experts, those chosen for a token count.
+    Embeddings are read, not multiplied with; norms and biases are left out. Of experts, those chosen for a token count. A vision
+    tower is left out, because it is computed for each picture, not for each token.
 
     Args:
         model: on any device, sharded or not, with or without adapters.
@@ -27,7 +29,8 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     sizes: Counter[str] = Counter()
     packed = {layer.weight: layer.form() for layer in model.modules() if isinstance(layer, QuantizedLinear)}
-    for parameter in model.parameters():
+    parameters = dict.fromkeys((*language_model(model).parameters(), *(() if head is None else (head,))))
+    for parameter in parameters:
         weight = packed.get(parameter, parameter)
         kind = "trained" if parameter.requires_grad else "frozen"
         if head is not None and parameter is head:

@@ -87,7 +87,8 @@ class LoRAConfig(Section):
     """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
     target_modules: str | list[str] = ALL_LINEAR
     """Linear layers to adapt: a list of names or name suffixes (`[q_proj, v_proj]`), a regular expression for full names, or
-    `all-linear`, which means all except the LM head."""
+    `all-linear`, which means all except the LM head. In a vision-language model, `all-linear` and names mean layers of the
+    language model; layers of the vision tower are adapted if only they match a name."""
     exclude_modules: str | list[str] | None = None
     """Layers among `target_modules` to exclude; names or a regular expression, as in `target_modules`."""
     use_rslora: bool = False
@@ -149,6 +150,15 @@ class HFConfig(HFModelConfig):
     the adapters are disabled instead."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters with frozen base weights. By default, all weights are trained."""
+    freeze: list[str] = Field(default_factory=list)
+    """Modules whose weights are not trained: names or name suffixes, such as `[visual]` for the vision tower of Qwen2.5-VL, in
+    which `*` matches any text. They have neither gradients nor optimizer state. By default, all weights are trained."""
+
+    @model_validator(mode="after")
+    def _check_freeze(self) -> HFConfig:
+        if self.freeze and self.lora is not None:
+            raise ValueError("freeze has no effect with lora, which freezes all weights of the base. Remove freeze")
+        return self
 
     @model_validator(mode="after")
     def _check_fsdp(self) -> HFConfig:

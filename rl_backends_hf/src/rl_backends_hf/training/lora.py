@@ -32,6 +32,7 @@ from rl_backends_base.shards import placeholders_of_shards, whole
 from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
+from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import LORA_A, LORA_B, LORA_SCALE, Head, RefitManifest, dtype_name, manifest_of, weights_of
@@ -73,7 +74,8 @@ class LoraAdapters:
         self._exports_merged = exports_merged
         self._head = scalar_head(model) if head == "scalar" else None
         targets = lora_targets(model, config, head=self._head or model.get_output_embeddings())
-        by_name = isinstance(config.target_modules, list)
+        # Names would match layers of a vision tower as well.
+        by_name = isinstance(config.target_modules, list) and language_model(model) is model
         settings = peft.LoraConfig(
             task_type=peft.TaskType.CAUSAL_LM if head == "tokens" else None,
             r=config.rank,

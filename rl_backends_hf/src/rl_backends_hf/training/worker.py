@@ -27,6 +27,7 @@ from rl_backends_base.optimizer import compile_error
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
+from rl_backends_hf.lora_targets import freeze_modules
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import (
     checkpoint_activations,
@@ -100,6 +101,7 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         hf, head = self.config.hf_cfg, self.config.head
         scoring = self._load_scoring()
         model = scoring.model
+        freeze_modules(model, hf.freeze)
         use_cpu_sdpa(model)
         if (problem := length_dependent_rope(model, self.config.max_total_sequence_length)) is not None:
             raise ConfigError(f"`policy.max_total_sequence_length`: {problem}", key="policy.max_total_sequence_length")
