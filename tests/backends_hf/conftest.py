@@ -12,8 +12,10 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parent))
 
 import policy_cases
+import tiny_vlms
 from policy_cases import NLL, SGD, TINY_SHAPE, counts_of, largest_relative_error, make_rows, plain_logprobs, plain_loss
 
 from rl_backends_hf.config import HFConfig, HFPolicyConfig
@@ -68,6 +70,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
             made[kind] = tmp_path_factory.mktemp(kind)
             model.save_pretrained(made[kind])
         return str(made[kind])
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vlm_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Folder of a tiny vision-language model of a family of `tiny_vlms`, with or without tied embeddings."""
+    made: dict[tuple[str, bool], str] = {}
+
+    def folder(family: str, *, tied: bool = False) -> str:
+        if (family, tied) not in made:
+            made[family, tied] = tiny_vlms.make(family, tmp_path_factory.mktemp(family), tied=tied)
+        return made[family, tied]
 
     return folder
 

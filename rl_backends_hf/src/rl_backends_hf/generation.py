@@ -90,6 +90,11 @@ class HFGenerationWorker(SlotRows, TokenwiseWorker[HFGenerationConfig]):
     def to_replaceable(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return self._names.merge(tensors)
 
+    def expect_adapters(self, ranks: Mapping[str, int]) -> None:
+        own = {name: self._names.containers([f"{name}.weight"])[0].removesuffix(".weight") for name in ranks}
+        super().expect_adapters({own[name]: rank for name, rank in ranks.items()})
+        self._names = CheckpointNames(self.model, {name: tensor.shape for name, tensor in weights_of(self.model).items()})
+
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         if is_quantized(self.model):
             raise NotSupportedError(
