@@ -44,9 +44,9 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
 
     Its section derives from `TokenwiseConfig`, unless tokenizer and limit have other keys there. It may also override
     `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names of the checkpoint are
-    not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `top_logprobs`,
-    `async_rows`, `refit_in_flight`, `held_weight_digests`, each transport, and, if the linear layers of the model are
-    `nn.Linear` with the names of the checkpoint, `lora_adapters`.
+    not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `min_p`,
+    `sampled_sets`, `top_logprobs`, `async_rows`, `refit_in_flight`, `held_weight_digests`, each transport, and, if the linear
+    layers of the model are `nn.Linear` with the names of the checkpoint, `lora_adapters`.
 
     Args:
         context: rank, master address and device.
@@ -77,7 +77,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
         return find_tokenizer(str(self.config.model_name), own or TokenizerConfig())
 
     def sampling_parameters(self) -> SamplingParameters:
-        """The distribution that tokens are drawn from; by default, `temperature`, `top_k` and `top_p` of the section."""
+        """The distribution that tokens are drawn from; by default, by `temperature`, `top_k`, `top_p` and `min_p`."""
         return SamplingParameters.of(self.config)
 
     @property

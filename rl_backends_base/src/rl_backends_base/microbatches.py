@@ -11,6 +11,7 @@ import torch
 from rl_core.backend import BatchedDataDict, return_freed_memory
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import to_device
+from rl_core.data.generation_io import SETS, SampledSets, joined_sets, kept_tokens, select_sets
 from rl_core.errors import DataError, NonFiniteError
 from rl_core.interfaces.policy import Reduction
 
@@ -28,6 +29,7 @@ class MicrobatchRows:
         mask: [b, T]; above 0 where a token counts; None if all do.
         prompt_ids: [b] int64, on the CPU; None unless rows with equal ids should be computed as one sequence.
         images: of each row; None if no row has any.
+        sets: The tokens that each token of each row was sampled from; None if all may be.
     """
 
     input_ids: torch.Tensor
@@ -35,6 +37,7 @@ class MicrobatchRows:
     mask: torch.Tensor | None
     prompt_ids: torch.Tensor | None = None
     images: Sequence[Sequence[RowImage] | None] | None = None
+    sets: Sequence[SampledSets | None] | None = None
 
 
 class MicrobatchSplitter:
@@ -66,7 +69,8 @@ class MicrobatchSplitter:
 
         Args:
             microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, `prompt_id` if rows of a
-                prompt should be computed as one sequence, and `images` if rows have some.
+                prompt should be computed as one sequence, `images` if rows have some, and `sampled_sets` if the engine sampled
+                from some tokens only.
             training: count only tokens with `token_mask * sample_mask`; otherwise all.
 
         Raises:
@@ -85,7 +89,8 @@ class MicrobatchSplitter:
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
         prompt_ids = microbatch["prompt_id"].to("cpu", torch.int64) if "prompt_id" in microbatch else None
         images = microbatch["images"] if "images" in microbatch and any(microbatch["images"]) else None
-        return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask, prompt_ids=prompt_ids, images=images)
+        sets = microbatch.get(SETS)
+        return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask, prompt_ids=prompt_ids, images=images, sets=sets)
 
 
 def scored_tokens(
@@ -121,6 +126,7 @@ class ScoringInput:
         shape: (b, T) of the original microbatch.
         repeat: [M'] int64; which of the M results each of the M' entries of `output_index` gets, if rows share tokens; None if
             M' is M and each gets its own.
+        sets: Of the M tokens: log-probabilities are those among the tokens of its set; None for those among all.
     """
 
     input_ids: torch.Tensor
@@ -130,6 +136,7 @@ class ScoringInput:
     shape: tuple[int, int]
     attention: Mapping[str, Any] = field(default_factory=dict)
     repeat: torch.Tensor | None = None
+    sets: SampledSets | None = None
 
     def scatter(self, numbers: torch.Tensor) -> torch.Tensor:
         """[b, T, ...] with the M entries of [M, ...] at their positions and 0 elsewhere; differentiable."""
@@ -142,6 +149,38 @@ class ScoringInput:
         """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
         extra = to_device(candidates, self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
+
+    def among_sets(self, rows: MicrobatchRows, *, shift: int) -> Self:
+        """The same microbatch, scored among the tokens of its sets; arguments as `scored_tokens`.
+
+        Tokens of a common prefix are not scored together: those after it may have been sampled from different sets.
+        """
+        if rows.sets is None:
+            return self
+        numbers, columns = scored_tokens(rows.input_ids, rows.lengths, rows.mask, shift=shift)
+        of_rows = columns.split(torch.bincount(numbers, minlength=len(rows.sets)).tolist())
+        parts = [len(of) if each is None else select_sets(each, of) for each, of in zip(rows.sets, of_rows, strict=True)]
+        hidden, targets = self.hidden_index, self.targets
+        if self.repeat is not None:
+            hidden, targets = hidden[self.repeat], targets[self.repeat]
+        return replace(self, hidden_index=hidden, targets=targets, repeat=None, sets=joined_sets(parts))
+
+
+def outside_sets(sets: SampledSets, logits: torch.Tensor) -> torch.Tensor:
+    """[n, V] bool, on the device of `logits` [n, V]: true for tokens that are not in the set of a row; false without a set.
+
+    Raises:
+        DataError: a set has a token outside the vocabulary.
+    """
+    (rows, ids), vocabulary = kept_tokens(sets), logits.shape[1]
+    if len(ids) and int(ids.max()) >= vocabulary:
+        raise DataError(
+            f"`{SETS}` has token id {int(ids.max())}, outside the {vocabulary} tokens of the policy. Engine and policy must "
+            "have the same vocabulary."
+        )
+    outside = to_device(sets["counts"] > 0, logits.device).unsqueeze(1).repeat(1, vocabulary)
+    inside = torch.zeros((), dtype=torch.bool, device=logits.device)
+    return outside.index_put_((to_device(rows, logits.device), to_device(ids, logits.device)), inside)
 
 
 def padded_input(

@@ -24,6 +24,7 @@ from rl_core.backend import (
 )
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import to_device
+from rl_core.data.generation_io import SETS
 from rl_core.data.tokenizer import save_tokenizer
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction, WeightSample
@@ -71,7 +72,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
 
         Args:
             microbatches: `input_ids` [b, T] and `input_lengths` [b] of each, `prompt_id` [b] if the worker shares prefixes, and
-                `images` if rows have some.
+                `images` and `sampled_sets` if rows have some.
             topk: return the `topk` most likely tokens, as in `get_topk_logprobs`.
             reference: score with the reference policy.
 
@@ -168,7 +169,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         self, data: BatchedDataDict[Any], columns: dict[str, torch.Tensor], *, topk: int | None = None, reference: bool = False
     ) -> BatchedDataDict[Any]:
         """Fill `columns`, zeros [B, T, ...] on the CPU, with the scores of all microbatches."""
-        keys = [key for key in ("input_ids", "input_lengths", "prompt_id", "images") if key in data]
+        keys = [key for key in ("input_ids", "input_lengths", "prompt_id", "images", SETS) if key in data]
         rows: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
         rows.micro_batch_indices, rows.micro_batch_lengths = data.micro_batch_indices, data.micro_batch_lengths
         microbatches = self._splitter.split(rows, rows=self.config.logprob_batch_size)

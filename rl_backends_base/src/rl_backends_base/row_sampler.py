@@ -402,7 +402,8 @@ def _draw_tokens(rows: Sequence[Row], logits: torch.Tensor) -> tuple[torch.Tenso
     device = logits.device
     seeds, positions = _indices([[row.prompt.seed for row in rows], [row.num_tokens for row in rows]], device)
     drawn, likely = torch.empty(2, len(rows), dtype=torch.float64, device=device), dict[int, list[tuple[int, float]]]()
-    for (greedy, parameters, num_likely), numbers in _alike(rows).items():
+    for (greedy, parameters, num_likely, wants_sets), numbers in _alike(rows).items():
+        sets: list[torch.Tensor] | None = [] if wants_sets else None
         index = slice(None) if len(numbers) == len(rows) else _indices(numbers, device)
         alike = [rows[number] for number in numbers]
         tokens, logprobs, alternatives = next_tokens(
@@ -414,7 +415,12 @@ def _draw_tokens(rows: Sequence[Row], logits: torch.Tensor) -> tuple[torch.Tenso
             history=_history(alike, device) if parameters.repetition_penalty != 1.0 else None,
             sampled=[row.tokens for row in alike],
             likely=num_likely,
+            sets=sets,
         )
+        if sets is not None:
+            all_kept = [torch.zeros(0, dtype=torch.int32)] * len(alike)
+            for row, words in zip(alike, sets or all_kept, strict=True):
+                row.sets.append(words)
         drawn[:, index] = torch.stack([tokens.double(), logprobs.double()])
         likely |= zip(numbers, alternatives, strict=False)
     return drawn, likely
@@ -431,14 +437,15 @@ def _indices(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
-def _alike(rows: Sequence[Row]) -> dict[tuple[bool, SamplingParameters, int], Sequence[int]]:
+def _alike(rows: Sequence[Row]) -> dict[tuple[bool, SamplingParameters, int, bool], Sequence[int]]:
     """Numbers of the rows by how they are sampled."""
-    greedy, parameters = rows[0].greedy, rows[0].parameters
-    if all(row.greedy == greedy and row.parameters is parameters for row in rows):  # hashing them takes longer
-        return {(greedy, parameters, rows[0].num_likely): range(len(rows))}
-    kinds: dict[tuple[bool, SamplingParameters, int], list[int]] = {}
+    greedy, parameters, sampling = rows[0].greedy, rows[0].parameters, rows[0].prompt.sampling
+    # Hashing them takes longer.
+    if all(row.greedy == greedy and row.parameters is parameters and row.prompt.sampling == sampling for row in rows):
+        return {(greedy, parameters, rows[0].num_likely, rows[0].wants_sets): range(len(rows))}
+    kinds: dict[tuple[bool, SamplingParameters, int, bool], list[int]] = {}
     for number, row in enumerate(rows):
-        kinds.setdefault((row.greedy, row.parameters, row.num_likely), []).append(number)
+        kinds.setdefault((row.greedy, row.parameters, row.num_likely, row.wants_sets), []).append(number)
     return dict(kinds)
 
 

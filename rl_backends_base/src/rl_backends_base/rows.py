@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import torch
+
 from rl_backends_base.token_choice import LIKELY_TOKENS, STOP_TOKENS, SamplingParameters
-from rl_core.data.generation_io import Completion, SampledRow
+from rl_core.data.generation_io import SETS, Completion, SampledRow, SampledSets, joined_sets
 from rl_core.data.tokenizer import decode
 from rl_core.errors import RLCoreError
 
@@ -20,6 +22,7 @@ class Row(SampledRow):
         greedy: whether it takes the most likely token at each position.
         parameters: the distribution of its tokens.
         likely: the most likely tokens at each position, if it asks for them.
+        sets: words of the set that each token was drawn from, if it asks for them.
         scanner: searches for stop strings; None if there are none.
         session: conversation that it continues, whose keys and values are kept.
         streams: whether it is returned while it is sampled.
@@ -32,6 +35,7 @@ class Row(SampledRow):
     greedy: bool = False
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     likely: list[list[tuple[int, float]]] = field(default_factory=list)
+    sets: list[torch.Tensor] = field(default_factory=list)
     scanner: StopStringScanner | None = None
     session: str | None = None
     streams: bool = False
@@ -56,6 +60,11 @@ class Row(SampledRow):
         return int(self.prompt.sampling.get(LIKELY_TOKENS) or 0)
 
     @property
+    def wants_sets(self) -> bool:
+        """Whether it asks for the sets that its tokens are drawn from."""
+        return bool(self.prompt.sampling.get(SETS))
+
+    @property
     def has_ended(self) -> bool:
         """Whether a stop or the limit has ended it."""
         return self.stopped or len(self.tokens) >= self.prompt.limit
@@ -73,7 +82,14 @@ class Row(SampledRow):
     def so_far(self) -> Completion:
         """The row with its tokens so far, at least one."""
         completion = self.completion(weight_version=self.versions[0])
-        return replace(completion, token_versions=self.versions, top_logprobs=self.likely if self.num_likely else None)
+        likely = self.likely if self.num_likely else None
+        return replace(completion, token_versions=self.versions, top_logprobs=likely, sampled_sets=self._sampled_sets())
+
+    def _sampled_sets(self) -> SampledSets | None:
+        if not self.wants_sets:
+            return None
+        counts = torch.tensor([len(words) for words in self.sets], dtype=torch.int32)
+        return joined_sets([len(self.prompt.tokens), SampledSets(counts=counts, words=torch.cat(self.sets))])
 
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from rl_core.config.schema import GenerationConfig
-from rl_core.data.generation_io import mix, shift_right
+from rl_core.data.generation_io import SETS, mix, shift_right
 from rl_core.errors import DataError
 
 _BLOCK: Final = 256
@@ -25,8 +25,10 @@ LIKELY_TOKENS: Final = "top_logprobs"
 """Option of a row: the number of most likely tokens to report at each position."""
 STOP_TOKENS: Final = "stop_token_ids"
 """Option of a row: tokens that end it, in addition to the engine's."""
+MOST_SET_IDS: Final = 1024
+"""Largest set of kept tokens that is returned as ids; a larger one is a bit mask."""
 ROW_OPTIONS: Final = (
-    *(LIKELY_TOKENS, STOP_TOKENS, "min_p"),
+    *(LIKELY_TOKENS, SETS, STOP_TOKENS, "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """Options of single rows, besides temperature, top-p and top-k."""
@@ -61,8 +63,17 @@ class SamplingParameters:
     def of(cls, config: GenerationConfig, *, repetition_penalty: float = 1.0) -> SamplingParameters:
         """The distribution of a section `policy.generation`."""
         return cls(
-            temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, repetition_penalty=repetition_penalty
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            repetition_penalty=repetition_penalty,
         )
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     def with_own(self, own: Mapping[str, Any]) -> SamplingParameters:
         """The parameters of a row that has its own values of some.
@@ -70,7 +81,9 @@ class SamplingParameters:
         Raises:
             DataError: a value is not allowed.
         """
-        changed = replace(self, **{name: own[name] for name in vars(self) if own.get(name) is not None})
+        if not (given := {name: own[name] for name in vars(self) if own.get(name) is not None}):
+            return self
+        changed = replace(self, **given)
         top_k = 1 if changed.top_k is None else changed.top_k
         factors = (changed.temperature, changed.repetition_penalty)
         is_finite = all(map(math.isfinite, (*factors, changed.presence_penalty, changed.frequency_penalty)))
@@ -93,6 +106,7 @@ def next_tokens(
     history: torch.Tensor | None = None,
     sampled: Sequence[Sequence[int]] = (),
     likely: int = 0,
+    sets: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, float]]]]:
     """One token for each row and its log-probability, and the most likely tokens.
 
@@ -105,6 +119,7 @@ def next_tokens(
         history: [N, T] int64, tokens of each row (padded with any of them); used only by the repetition penalty.
         sampled: sampled tokens of each row; used only by the presence and frequency penalties.
         likely: number of most likely tokens to return for each row.
+        sets: the words of each row's set of kept tokens (`SampledSets`) are appended, unless all are kept or the row is greedy.
 
     Returns:
         Tokens [N] int64, log-probabilities [N] float32 in nats, and the `likely` most likely tokens of each row with their
@@ -120,9 +135,11 @@ def next_tokens(
     if greedy:
         tokens = scores.argmax(dim=-1)
         return tokens, _gather(scores, tokens) - scores.logsumexp(dim=-1), _most_likely(scores, likely)
-    if parameters.top_k is not None or parameters.top_p < 1.0 or parameters.min_p:
-        floor = _score_threshold(scores, parameters)
-        scores.masked_fill_(scores < floor, float("-inf"))
+    if parameters.is_filtered:
+        dropped = scores < _score_threshold(scores, parameters)
+        scores.masked_fill_(dropped, float("-inf"))
+        if sets is not None:
+            sets += _words_of_sets(~dropped)
     alternatives = _most_likely(scores, likely)
     highest = scores.amax(dim=-1, keepdim=True)
     mass = scores.sub_(highest).exp_()
@@ -163,6 +180,18 @@ def _most_likely(scores: torch.Tensor, count: int) -> list[list[tuple[int, float
         [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob > -math.inf]
         for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
+
+
+def _words_of_sets(kept: torch.Tensor) -> list[torch.Tensor]:
+    """The words [n] int32 of each row of `kept` [N, V] bool; see `SampledSets`."""
+    rows, ids = kept.nonzero().cpu().unbind(dim=1)
+    sets = ids.split(torch.bincount(rows, minlength=len(kept)).tolist())
+    return [(each if len(each) <= MOST_SET_IDS else _mask_of(each, kept.shape[1])).to(torch.int32) for each in sets]
+
+
+def _mask_of(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    words = torch.zeros(-(-vocabulary // 32), dtype=torch.int64).index_add_(0, ids // 32, 1 << (ids % 32))
+    return torch.cat([torch.full((1,), -1), words])
 
 
 def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:

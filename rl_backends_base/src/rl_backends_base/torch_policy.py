@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_backends_base.host_memory import HostedModel, HostMemory
-from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, padded_input, reduce_metrics
+from rl_backends_base.microbatches import MicrobatchRows, ScoringInput, outside_sets, padded_input, reduce_metrics
 from rl_backends_base.optimizer import MasterWeights, build_optimizer
 from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch, non_finite_error, training_mode
@@ -216,7 +216,8 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             training: score only tokens with `token_mask * sample_mask`; otherwise all.
             candidates_key: column [b, T, K] of further tokens to score at the same positions.
         """
-        inputs = self.form(self._splitter.read(microbatch, training=training))
+        rows = self._splitter.read(microbatch, training=training)
+        inputs = self.form(rows).among_sets(rows, shift=int(self.config.head == "tokens"))
         return inputs if candidates_key is None else inputs.with_candidates(microbatch[candidates_key])
 
     def form(self, rows: MicrobatchRows) -> ScoringInput:
@@ -447,7 +448,8 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """Logits [M, V] float32 that predict the scored tokens."""
         logits = self._call(self.logits, inputs, axes=3).flatten(0, 1).index_select(0, inputs.hidden_index).float()
         temperature = self.config.scoring_temperature
-        return logits / temperature if temperature != 1.0 else logits
+        logits = logits / temperature if temperature != 1.0 else logits
+        return logits if inputs.sets is None else logits.masked_fill(outside_sets(inputs.sets, logits), float("-inf"))
 
     def _call(self, method: Callable[[BatchedDataDict[Any]], torch.Tensor], inputs: ScoringInput, *, axes: int) -> torch.Tensor:
         """The result of a method of the author, which must have the shape of the rows and this number of axes."""

@@ -10,7 +10,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import SETS
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
@@ -193,7 +195,8 @@ def sampled_tokens(samples: BatchedDataDict[Any]) -> torch.Tensor:
 
 def rows_to_score(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """Prompts and completions as the policy scores them; see `GenerationOutputSpec` for `samples`."""
-    return BatchedDataDict({"input_ids": samples["output_ids"], "input_lengths": samples["unpadded_sequence_lengths"]})
+    rows = {"input_ids": samples["output_ids"], "input_lengths": samples["unpadded_sequence_lengths"]}
+    return BatchedDataDict({**rows, **({SETS: samples[SETS]} if SETS in samples else {})})
 
 
 def compare_log_probabilities(
@@ -210,6 +213,9 @@ def compare_log_probabilities(
         DataError: no token was sampled.
     """
     inference_backend.prepare_for_generation()
+    section, facts = getattr(inference_backend, "config", None), getattr(inference_backend, "facts", {})
+    if isinstance(section, GenerationConfig) and section.sampling_filters() and SETS in facts.get("row_options", ()):
+        test_data = BatchedDataDict({**test_data, "sampling": [{SETS: True}] * test_data.size})
     output = generated(inference_backend, test_data, greedy=False)
     inference_backend.finish_generation()
     return score_samples(training_backend, output)

@@ -22,6 +22,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedCo
 from rl_backends_base import ScoringInput
 from rl_backends_hf.pictures import call_with_pictures, has_rope_grid
 from rl_core.backend import CLASSIFIER, Head, refuse_other_head
+from rl_core.data.generation_io import SampledSets
 from rl_core.errors import NotSupportedError, UserError
 
 
@@ -53,10 +54,11 @@ class ScoringModel(nn.Module, ABC):
         """V, number of token ids of the model's input."""
 
     @abstractmethod
-    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor, sets: SampledSets | None = None) -> torch.Tensor:
         """The head's outputs [M] float32 for hidden states [M, H] and tokens [M].
 
-        For next-token logits, targets may also be [M, 1 + K], and the result then has the same shape.
+        For next-token logits, targets may also be [M, 1 + K], and the result then has the same shape. Log-probabilities are
+        those among the tokens of `sets`, if they are given.
         """
 
     def forward(
@@ -65,9 +67,10 @@ class ScoringModel(nn.Module, ABC):
         hidden_index: torch.Tensor,
         targets: torch.Tensor,
         attention: Mapping[str, Any],
+        sets: SampledSets | None = None,
     ) -> torch.Tensor:
         """The number [M] float32 of each scored token; see `ScoringInput`."""
-        return self.apply_head(self.hidden_states(input_ids, hidden_index, attention), targets)
+        return self.apply_head(self.hidden_states(input_ids, hidden_index, attention), targets, sets)
 
     def hidden_states(self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
         """The backbone's last hidden states [M, H]."""
@@ -95,7 +98,7 @@ class ScoringModel(nn.Module, ABC):
 
     def score(self, microbatch: ScoringInput) -> torch.Tensor:
         """Numbers [b, T] (with candidates [b, T, 1 + K]) float32 of a microbatch; 0.0 for tokens that were not scored."""
-        scored = self(microbatch.input_ids, microbatch.hidden_index, microbatch.targets, microbatch.attention)
+        scored = self(microbatch.input_ids, microbatch.hidden_index, microbatch.targets, microbatch.attention, microbatch.sets)
         return microbatch.scatter(scored)
 
 
@@ -130,7 +133,7 @@ class ValueScoring(ScoringModel):
         size: int = self.model.config.get_text_config().vocab_size
         return size
 
-    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor, sets: SampledSets | None = None) -> torch.Tensor:
         """Value [M] float32 of each hidden state; computed in float32, because bfloat16 has steps of about 0.01 near 2."""
         return nn.functional.linear(hidden.float(), self.head.weight.float()).squeeze(-1)
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_backends_base import ScoringInput
+from rl_backends_base import ScoringInput, outside_sets
 from rl_backends_hf.scoring.scoring_model import ScoringModel
+from rl_core.data.generation_io import SampledSets, select_sets
 from rl_core.errors import NotSupportedError
 
 
@@ -54,11 +55,11 @@ class TokenScoring(ScoringModel):
         size: int = self.model.get_output_embeddings().out_features
         return size
 
-    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor, sets: SampledSets | None = None) -> torch.Tensor:
         """Log-probability [M] or [M, 1 + K] float32, in nats, of each target given its hidden state."""
         head = self.model.get_output_embeddings()
         return chunked_token_logprobs(
-            hidden, head.weight, head.bias, targets, transform=self.transform, chunk=self.chunk_tokens
+            hidden, head.weight, head.bias, targets, transform=self.transform, chunk=self.chunk_tokens, sets=sets
         )
 
     def topk(
@@ -124,7 +125,8 @@ class LogitTransform:
         constant = self.scale / self.temperature
         if self.softcap is None:
             return constant
-        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(constant)
+        # Logits of -inf, outside a set, have no slope.
+        return (logits * (self.temperature / self.softcap)).clamp_(min=-1.0).square_().neg_().add_(1.0).mul_(constant)
 
 
 def chunked_token_logprobs(
@@ -135,6 +137,7 @@ def chunked_token_logprobs(
     *,
     transform: LogitTransform,
     chunk: int,
+    sets: SampledSets | None = None,
 ) -> torch.Tensor:
     """Log-probability of each target token, in nats; several targets per position cost one pass.
 
@@ -145,13 +148,14 @@ def chunked_token_logprobs(
         targets: [N] int64 token ids, or [N, C] with C ids per position.
         transform: from the head's output to logits.
         chunk: rows of logits that exist at one time.
+        sets: of the N positions: probabilities are those among the tokens of a set, and targets outside it have -inf.
 
     Returns:
         [N] or [N, C] float32, differentiable in `hidden`, `weight` and `bias`.
     """
     several = targets if targets.ndim == 2 else targets.unsqueeze(1)
     logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, several, transform, chunk
+        hidden, weight, bias, several, transform, chunk, sets
     )
     return logprobs if targets.ndim == 2 else logprobs.squeeze(1).clone()  # FSDP2 warns of outputs that are views
 
@@ -185,6 +189,11 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return transform(torch.nn.functional.linear(hidden, weight, bias))
 
 
+def _among(sets: SampledSets | None, rows: slice, logits: torch.Tensor) -> torch.Tensor:
+    """`logits` [n, V] of some rows, with -inf outside their sets."""
+    return logits if sets is None else logits.masked_fill_(outside_sets(select_sets(sets, rows), logits), float("-inf"))
+
+
 class _ChunkedTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -195,19 +204,20 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         transform: LogitTransform,
         chunk: int,
+        sets: SampledSets | None,
     ) -> torch.Tensor:
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
         normalizer = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
         logits = None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = _logits(hidden[rows], weight, bias, transform)
+            logits = _among(sets, rows, _logits(hidden[rows], weight, bias, transform))
             normalizer[rows] = _log_normalizer(logits)
             logprobs[rows] = logits.gather(1, targets[rows]) - normalizer[rows]
         # A single chunk fits into memory anyway; keeping it saves its recomputation in the backward pass.
         saved_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, saved_logits)
-        ctx.transform, ctx.chunk = transform, chunk
+        ctx.transform, ctx.chunk, ctx.sets = transform, chunk, sets
         return logprobs
 
     @staticmethod
@@ -223,7 +233,9 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if needs_bias and bias is not None else None
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = saved_logits if saved_logits is not None else _logits(hidden[rows], weight, bias, ctx.transform)
+            logits = saved_logits
+            if logits is None:
+                logits = _among(ctx.sets, rows, _logits(hidden[rows], weight, bias, ctx.transform))
             raw = _to_grad_of_raw(logits, normalizer[rows], targets[rows], grad[rows], ctx.transform).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[rows])
@@ -235,6 +247,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
             None,
             None,
             None,

@@ -137,6 +137,8 @@ class GenerationConfig(ComponentSection):
     """Sample from the smallest set of most likely tokens with a total probability of at least `top_p`."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample from the `top_k` most likely tokens."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Sample from tokens with at least this fraction of the probability of the most likely token."""
     stop_strings: list[str] | None = None
     """Strings that end a completion. They are kept in the completion."""
     stop_token_ids: list[int] | None = None
@@ -205,7 +207,7 @@ class GenerationConfig(ComponentSection):
 
         They do not change the most likely token or its probability under the whole distribution.
         """
-        neutral: dict[KeyPath, Any] = {("top_p",): 1.0, ("top_k",): None}
+        neutral: dict[KeyPath, Any] = {("top_p",): 1.0, ("top_k",): None, ("min_p",): 0.0}
         return {key: value for key, value in neutral.items() if getattr(self, str(key[0])) != value}
 
     def logit_changes(self) -> dict[KeyPath, Any]:

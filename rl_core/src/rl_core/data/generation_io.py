@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -17,6 +17,47 @@ if TYPE_CHECKING:
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling", "images")
 _TEMPERATURE = frozenset({"temperature", "top_p", "top_k"})
+SETS = "sampled_sets"
+"""Column of the tokens that each token was sampled from, and the option of a row that requests it."""
+
+
+class SampledSets(TypedDict):
+    """For each token of a row, the tokens that top-k, top-p and min-p kept when it was sampled.
+
+    `counts` [T] int32 is the number of words of each token in `words` [N] int32: none for a token that was not sampled, or
+    sampled from all tokens. Otherwise they are the ids in the set, at most 1024, or -1 and a bit mask of the vocabulary, in
+    which bit i of word j stands for id 32 j + i.
+    """
+
+    counts: torch.Tensor
+    words: torch.Tensor
+
+
+def joined_sets(parts: Iterable[SampledSets | int]) -> SampledSets:
+    """The sets of consecutive tokens; a number stands for as many tokens without a set."""
+    none = torch.zeros(0, dtype=torch.int32)
+    sets = [SampledSets(counts=none.new_zeros(part), words=none) if isinstance(part, int) else part for part in parts]
+    return SampledSets(counts=torch.cat([each["counts"] for each in sets]), words=torch.cat([each["words"] for each in sets]))
+
+
+def select_sets(sets: SampledSets, index: torch.Tensor | slice) -> SampledSets:
+    """The sets of some tokens, by ascending indices or a slice."""
+    chosen = torch.zeros_like(sets["counts"], dtype=torch.bool)
+    chosen[index] = True
+    return SampledSets(counts=sets["counts"][index], words=sets["words"][chosen.repeat_interleave(sets["counts"])])
+
+
+def kept_tokens(sets: SampledSets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token that has a set, as often as its set has members, and these, in any order: indices and ids [K] int64."""
+    counts, words = sets["counts"].long(), sets["words"].long()
+    token = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts)[token]
+    masks = words[first] < 0
+    in_mask = masks & (torch.arange(len(words), device=counts.device) > first)
+    word, bit = ((words[in_mask].unsqueeze(1) >> torch.arange(32, device=counts.device)) & 1).nonzero(as_tuple=True)
+    index = in_mask.nonzero().squeeze(1)[word]
+    ids = (index - first[index] - 1) * 32 + bit
+    return torch.cat([token[~masks], token[index]]), torch.cat([words[~masks], ids])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +110,7 @@ class Completion:
         weight_version: oldest version of the weights that sampled it.
         token_versions: version of each sampled token; None if all have `weight_version`.
         top_logprobs: the most likely tokens at each position, if they were requested.
+        sampled_sets: of all tokens of the row, if they were requested.
     """
 
     prompt: Sequence[int]
@@ -78,6 +120,7 @@ class Completion:
     weight_version: int
     token_versions: Sequence[int] | None = None
     top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    sampled_sets: SampledSets | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -217,6 +260,7 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
     """
     has_alternatives = has_options or any(row.top_logprobs is not None for row in completions)
     alternatives = [None if row.top_logprobs is None else [list(top) for top in row.top_logprobs] for row in completions]
+    sets = [row.sampled_sets for row in completions]
     lengths = [len(row.prompt) + len(row.tokens) for row in completions]
     output_ids = torch.full((len(completions), max(lengths, default=0)), int(pad_value("output_ids")), dtype=torch.int64)
     logprobs, versions = torch.zeros(output_ids.shape, dtype=torch.float32), torch.full(output_ids.shape, -1)
@@ -234,6 +278,7 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
             "weight_version": torch.tensor([row.weight_version for row in completions], dtype=torch.int64),
             "token_versions": versions,
             **({"top_logprobs": alternatives} if has_alternatives else {}),
+            **({SETS: sets} if any(each is not None for each in sets) else {}),
         }
     )
 

@@ -13,7 +13,7 @@ import torch
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import image_column
+from rl_core.data.generation_io import SETS, image_column
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups, right_padded
 from rl_core.dispatch.replica_rows import TrainingRows, check_rows, generate_on, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.streaming import TextGeneration
@@ -104,7 +104,9 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         """The ranks' results, in the order and width of `data`."""
         self._require_head(head)
         self.wait_ready()
-        rows = select_columns(data, (*SCORING_KEYS, *self._sharing.columns(data), *self._image_columns(data)))
+        sets = {SETS} & data.keys() if method == "get_logprobs" else ()
+        keys = (*SCORING_KEYS, *sets, *self._sharing.columns(data), *self._image_columns(data))
+        rows = select_columns(data, keys)
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         for shard, result in zip(shards, results, strict=True):
@@ -131,7 +133,8 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
             )
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
-        read = loss_fn.required_keys | (loss_fn.optional_keys & data.keys()) | candidates
+        optional = loss_fn.optional_keys | ({SETS} if self.config.head == "tokens" else set())
+        read = loss_fn.required_keys | (optional & data.keys()) | candidates
         shared = self._sharing.columns(data, loss_fn)
         rows = select_columns(data, (*TRAINING_KEYS, *sorted(read | {*shared, *self._image_columns(data)})))
         for key in candidates:

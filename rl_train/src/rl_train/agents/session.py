@@ -19,7 +19,7 @@ from rl_train.data.special_tokens import decode_answers, guarded
 from rl_train.rollouts.drivers import prompt_after
 from rl_train.rollouts.engines import RolloutSampler, SampledTurn
 from rl_train.rollouts.environment_pool import StepFailedError
-from rl_train.rollouts.trajectory import MessageLog, Trajectory, log_token_ids
+from rl_train.rollouts.trajectory import MessageLog, Trajectory, log_token_ids, sets_entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,7 @@ class AgentSession:
                 "weight_version": turn.weight_version,
                 "token_versions": turn.token_versions,
                 "turn": self._recorded,
+                **sets_entry(turn.sampled_sets),
             }
         )
 

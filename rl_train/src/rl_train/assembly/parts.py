@@ -67,6 +67,7 @@ def make_collector(
         retries=config.rollout.retries,
         tool_parsers=prepared.tools.parsers,
         history=config.rollout.history,
+        with_sets=config.needs_sampled_sets,
         row_by_row=config.rollout.max_staleness > 0 and config.rollout.order == "ready",
         timeout_s=config.rollout.timeout_s,
         loop=loop,
@@ -214,7 +215,7 @@ def _agreement(run: Run, builder: Builder) -> Agreement | None:
         section is None
         or not isinstance(weights, WeightSynchronizer)
         or run.generation is None
-        or section.sampling_filters()
+        or (section.sampling_filters() and not run.config.needs_sampled_sets)
         or section.logit_changes()
     ):
         return None

@@ -17,7 +17,7 @@ from rl_core.config.section import Devices
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.process_seed import seed_process
 from rl_core.dispatch.worker_facade import WorkerFacade
-from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.errors import ConfigError, DataError, UserError, with_key
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
 from rl_core.plugins.component import Capability, Kind
@@ -244,6 +244,12 @@ def _rollout_source(run: Run, collector: Collector | None, loaders: DataLoaders,
     samples = SampledSteps(seed=config.algorithm.seed, fraction=needs.sampled_fraction)
     sampled: RolloutSource
     if replay is not None:
+        if config.needs_sampled_sets:
+            raise UserError(
+                "--replay: recorded rollouts do not have the tokens that top_p, top_k and min_p kept, so they cannot be trained "
+                "on. Replay a run without these keys.",
+                key="policy.generation",
+            )
         reward_weights = {task: section.reward_weights for task, section in config.env.items()}
         sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=reward_weights)
     elif collector is not None:

@@ -359,6 +359,13 @@ class RunConfig(Section):
         """
         return self.policy.scoring_temperature if self.algorithm.needs_generation else 1.0
 
+    @property
+    def needs_sampled_sets(self) -> bool:
+        """Whether log-probabilities are those among the tokens that `top_p`, `top_k` and `min_p` kept in rollouts."""
+        algorithm, engine = self.algorithm, self.policy.generation
+        is_filtered = engine is not None and bool(engine.sampling_filters())
+        return is_filtered and algorithm.needs_generation and not algorithm.allows_filtered_sampling
+
 
 class _OpenSection(Section):
     """A section of a component given by its path, whose other keys are passed on."""

@@ -281,6 +281,7 @@ class Collector:
         tool_parsers: parsers of tool calls, by task name; messages of other tasks are not parsed.
         history: `rollout.history`.
         drivers: drivers of tasks that are not run in turns of model and environment, by task name.
+        with_sets: whether rollouts for training record the set that each token was sampled from.
         row_by_row: whether rollouts of one turn are also sampled row by row, so that they can begin and end at any time.
         timeout_s: `rollout.timeout_s`.
         loop: the event loop of all rollouts.
@@ -300,6 +301,7 @@ class Collector:
     tool_parsers: Mapping[str, ToolCallParser] = field(default_factory=dict)
     history: str = "as_sampled"
     drivers: Mapping[str, RolloutDriver] = field(default_factory=dict)
+    with_sets: bool = False
     row_by_row: bool = False
     timeout_s: float | None = None
     loop: RolloutLoop = field(default_factory=RolloutLoop)
@@ -360,7 +362,8 @@ class Collector:
         self._check(trajectories)
         for row in trajectories:
             row.reward_weights = self.reward_weights.get(row.task_name, {})
-        sampler = self._sampler(len(trajectories), greedy)
+        with_sets = self.with_sets and stream is SampleStream.TRAINING
+        sampler = self._sampler(len(trajectories), greedy, with_sets=with_sets)
 
         async def play(position: int, row: Trajectory) -> None:
             driver = self.drivers.get(row.task_name, self._driver)
@@ -431,21 +434,18 @@ class Collector:
     def _several_turns(self) -> bool:
         return max(self.max_turns.values(), default=1) > 1 or bool(self.drivers)
 
-    def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
-        pad_token_id: int = self.tokenizer.pad_token_id
+    def _sampler(self, rollouts: int, greedy: bool, *, with_sets: bool) -> TurnSampler:
+        how: dict[str, Any] = {
+            "greedy": greedy,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "one_turn": not self._several_turns,
+            "with_sets": with_sets,
+        }
         if self.streams_rows:
-            one_turn = not self._several_turns
-            return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id, one_turn=one_turn)
+            return RowSampler(self.generation, **how)
         if self._several_turns:
             _log_batches(type(self.generation).__name__)
-        return BatchSampler(
-            self.generation,
-            rollouts=rollouts,
-            greedy=greedy,
-            pad_token_id=pad_token_id,
-            counts=self.activities.counts,
-            one_turn=not self._several_turns,
-        )
+        return BatchSampler(self.generation, rollouts=rollouts, counts=self.activities.counts, **how)
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

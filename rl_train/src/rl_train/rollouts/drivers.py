@@ -91,6 +91,7 @@ class EnvironmentDriver(RolloutDriver):
                 sampled.logprobs,
                 weight_version=sampled.weight_version,
                 token_versions=sampled.token_versions,
+                sampled_sets=sampled.sampled_sets,
                 parser=self._tool_parsers.get(rollout.task_name),
             )
             rollout.truncated = sampled.truncated

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import SETS, SampledSets, select_sets
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.records import Message
 from rl_core.testing.outputs.models import RightRow, checked_generation, generated, right_row
@@ -56,6 +57,8 @@ class SampledTurn:
     """The oldest version of the weights that sampled it."""
     token_versions: torch.Tensor | None = None
     """[T'] int64, the version of each token; None if all have `weight_version`."""
+    sampled_sets: SampledSets | None = None
+    """Of the T' tokens, if they were requested."""
 
 
 class TurnSampler(ABC):
@@ -84,15 +87,25 @@ class RowSampler(TurnSampler):
         greedy: use greedy decoding.
         pad_token_id: padding of prompts.
         one_turn: whether every rollout has only one turn.
+        with_sets: whether to request the set that each token is sampled from.
     """
 
-    def __init__(self, generation: GenerationInterface, *, greedy: bool, pad_token_id: int, one_turn: bool = False) -> None:
+    def __init__(
+        self,
+        generation: GenerationInterface,
+        *,
+        greedy: bool,
+        pad_token_id: int,
+        one_turn: bool = False,
+        with_sets: bool = False,
+    ) -> None:
         self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
-        self._one_turn = one_turn
+        self._one_turn, self._with_sets = one_turn, with_sets
         self._name = f"rollouts-{next(_sessions)}"
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        batch = _prompts([request], self._pad_token_id, with_messages=self._generation.reads_messages)
+        with_messages = self._generation.reads_messages
+        batch = _prompts([request], self._pad_token_id, with_messages=with_messages, with_sets=self._with_sets)
         if not self._one_turn:
             batch["session_ids"] = [self._session(request.position)]
         if request.max_new_tokens is not None:
@@ -137,6 +150,7 @@ class BatchSampler(TurnSampler):
         pad_token_id: padding of prompts.
         counts: updated for the progress of the run.
         one_turn: whether every rollout has only one turn.
+        with_sets: whether to request the set that each token is sampled from.
     """
 
     def __init__(
@@ -148,9 +162,10 @@ class BatchSampler(TurnSampler):
         pad_token_id: int,
         counts: RolloutCounts,
         one_turn: bool,
+        with_sets: bool = False,
     ) -> None:
         self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
-        self._counts, self._one_turn = counts, one_turn
+        self._counts, self._one_turn, self._with_sets = counts, one_turn, with_sets
         self._active = rollouts
         self._waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]] = []
 
@@ -180,7 +195,8 @@ class BatchSampler(TurnSampler):
         read = self._generation.batch_progress
         self._counts.batch = SampledBatch(rows=len(requests), are_rollouts=self._one_turn, read=read)
         try:
-            batch = _prompts(requests, self._pad_token_id, with_messages=self._generation.reads_messages)
+            with_messages = self._generation.reads_messages
+            batch = _prompts(requests, self._pad_token_id, with_messages=with_messages, with_sets=self._with_sets)
             output = generated(self._generation, batch, greedy=self._greedy)
             turns = _outcomes(output, requests)
         except (Exception, asyncio.CancelledError) as error:  # otherwise, the rollouts would wait forever
@@ -286,7 +302,9 @@ class RolloutSampler:
         return turn
 
 
-def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool) -> BatchedDataDict[Any]:
+def _prompts(
+    requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool, with_sets: bool
+) -> BatchedDataDict[Any]:
     prompts = [request.token_ids for request in requests]
     numbers = [[prompt.numel() for prompt in prompts], [request.seed for request in requests]]
     lengths, seeds, prompt_ids = torch.tensor([*numbers, [request.prompt_id for request in requests]], dtype=torch.int64)
@@ -300,6 +318,8 @@ def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_message
             "prompt_id": prompt_ids,
         }
     )
+    if with_sets:
+        batch["sampling"] = [{SETS: True}] * len(requests)
     if with_messages:
         batch["messages"] = [request.messages for request in requests]
     return batch
@@ -324,13 +344,14 @@ def _right_turn(row: RightRow) -> SampledTurn:
         truncated=row.truncated,
         weight_version=row.weight_version,
         token_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
+        sampled_sets=row.sampled_sets,
     )
 
 
 def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> list[SampledTurn]:
     # Columns are read once per call: a call may have thousands of rows.
     ends, truncated, versions = (output[key].tolist() for key in ("unpadded_sequence_lengths", "truncated", "weight_version"))
-    token_versions = output.get("token_versions")
+    token_versions, sets = output.get("token_versions"), output.get(SETS) or [None] * len(requests)
     turns = []
     for row, request in enumerate(requests):
         sampled = slice(request.token_ids.numel(), ends[row])
@@ -341,6 +362,7 @@ def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> lis
                 truncated=truncated[row],
                 weight_version=versions[row],
                 token_versions=None if token_versions is None else token_versions[row, sampled].clone(),
+                sampled_sets=None if (of_row := sets[row]) is None else select_sets(of_row, sampled),
             )
         )
     return turns

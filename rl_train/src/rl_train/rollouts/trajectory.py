@@ -21,13 +21,16 @@ from typing import Any, cast
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import SETS, SampledSets, joined_sets
 from rl_core.data.schema import pad_value
 from rl_core.dispatch.replica_rows import padding_rows
+from rl_core.errors import UserError
 from rl_core.interfaces.records import MESSAGE_KEYS, Message, Observation, ToolSpec, messages_of
+from rl_train.files import format_size
 from rl_train.tools.parsers import SampledMessage, ToolCallParser, parse_message
 
 MessageLog = list[dict[str, Any]]
-_OF_SAMPLED = ("generation_logprobs", "weight_version", "token_versions", "turn")
+_OF_SAMPLED = ("generation_logprobs", "weight_version", "token_versions", "turn", SETS)
 """Keys of a sampled message that it only has in the segment in which it was sampled."""
 
 _COUNTERS = ("retries", "restarts", "environment_wait_s", "environment_step_s")
@@ -40,7 +43,8 @@ class Trajectory:
 
     message_log: MessageLog
     """The current segment: messages with `role`, `content`, `token_ids` [T]; those that were sampled in it also with
-    `generation_logprobs` [T], `weight_version`, `token_versions` [T] or None, and `turn` (from 1)."""
+    `generation_logprobs` [T], `weight_version`, `token_versions` [T] or None, `turn` (from 1) and, if they were requested,
+    `sampled_sets`."""
     earlier_segments: list[MessageLog] = field(default_factory=list)
     """Message logs of the segments before the current one."""
     metadata: Any
@@ -136,6 +140,7 @@ class Trajectory:
         *,
         weight_version: int = -1,
         token_versions: torch.Tensor | None = None,
+        sampled_sets: SampledSets | None = None,
         parser: ToolCallParser | None = None,
     ) -> None:
         """Append a sampled message after its given beginning; with a parser, its tool calls are separated from its content."""
@@ -153,7 +158,7 @@ class Trajectory:
                 message |= {"content": parsed.content, "tool_calls": parsed.calls, "sampled_text": text}
         self.turns += 1
         versions = {"weight_version": weight_version, "token_versions": token_versions}
-        self.message_log.append({**message, **versions, "turn": self.turns})
+        self.message_log.append({**message, **versions, "turn": self.turns, **sets_entry(sampled_sets)})
 
     def add_observation(self, observation: Observation, token_ids: torch.Tensor) -> None:
         """Append what the model reads next; the last message has all tokens, [T]."""
@@ -258,8 +263,34 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "task_name": [rollout.task_name for rollout in of_row],
             "message_log": logs,
             "extra_env_info": [rollout.metadata for rollout in of_row],
+            **_sampled_sets(logs),
         }
     )
+
+
+MOST_SET_BYTES = 4 * 2**30
+"""Maximum size of the sampled sets of a step."""
+
+
+def sets_entry(sets: SampledSets | None) -> dict[str, SampledSets]:
+    """The entry of a sampled message for the sets of its tokens; none if they were not requested."""
+    return {} if sets is None else {SETS: sets}
+
+
+def _sampled_sets(logs: Sequence[MessageLog]) -> dict[str, list[SampledSets]]:
+    """The column of rows whose messages have sampled sets, if there are any."""
+    if not any(SETS in message for log in logs for message in log):
+        return {}
+    sets = [joined_sets([message.get(SETS) or message["token_ids"].numel() for message in log]) for log in logs]
+    size = sum(tensor.nbytes for of_row in sets for tensor in (of_row["counts"], of_row["words"]))
+    if size > MOST_SET_BYTES:
+        raise UserError(
+            f"The tokens that top_p, top_k and min_p kept take {format_size(size)} in this step, more than the "
+            f"{format_size(MOST_SET_BYTES)} that are allowed. Lower policy.generation.top_p, set policy.generation.top_k, or "
+            "sample fewer tokens in a step.",
+            key="policy.generation.top_p",
+        )
+    return {SETS: sets}
 
 
 def is_sampled(message: Mapping[str, Any]) -> bool:
@@ -304,7 +335,7 @@ def _oldest_version(log: MessageLog) -> int:
     return min((message["weight_version"] for message in log if "weight_version" in message), default=-1)
 
 
-_OF_SEGMENT = ("input_lengths", "prompt_id", "weight_version", "message_log")
+_OF_SEGMENT = ("input_lengths", "prompt_id", "weight_version", "message_log", SETS)
 """Columns without a token axis that differ between the segments of a rollout."""
 
 

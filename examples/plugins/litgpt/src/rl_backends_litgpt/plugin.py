@@ -13,7 +13,14 @@ def rlcore_policies():
             target="rl_backends_litgpt.facades:LitGPTPolicy",
             config="rl_backends_litgpt.config:LitGPTPolicyConfig",
             summary="Trains a LitGPT model",
-            capabilities=("in_process", "multiple_ranks", "dynamic_batching", "topk_logprobs", *TRANSPORTS),
+            capabilities=(
+                "in_process",
+                "multiple_ranks",
+                "dynamic_batching",
+                "topk_logprobs",
+                "scores_sampled_sets",
+                *TRANSPORTS,
+            ),
         )
     ]
 
@@ -27,7 +34,8 @@ def rlcore_generations():
             config="rl_backends_litgpt.config:LitGPTGenerationConfig",
             summary="Samples from a LitGPT model with its cache",
             capabilities=(
-                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k", "top_logprobs"),
+                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k", "min_p"),
+                *("sampled_sets", "top_logprobs"),
                 *TRANSPORTS,
             ),
         )

@@ -13,7 +13,14 @@ def rlcore_policies():
             target="rl_backends_recurrent.facades:RecurrentPolicy",
             config="rl_backends_recurrent.config:RecurrentPolicyConfig",
             summary="Trains a recurrent language model (GRU)",
-            capabilities=("in_process", "multiple_ranks", "dynamic_batching", "topk_logprobs", *TRANSPORTS),
+            capabilities=(
+                "in_process",
+                "multiple_ranks",
+                "dynamic_batching",
+                "topk_logprobs",
+                "scores_sampled_sets",
+                *TRANSPORTS,
+            ),
         )
     ]
 
@@ -27,7 +34,8 @@ def rlcore_generations():
             config="rl_backends_recurrent.config:RecurrentGenerationConfig",
             summary="Samples from a recurrent language model (GRU), whose state has a fixed size",
             capabilities=(
-                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k", "top_logprobs"),
+                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k", "min_p"),
+                *("sampled_sets", "top_logprobs"),
                 *TRANSPORTS,
             ),
         )

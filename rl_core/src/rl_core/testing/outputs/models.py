@@ -17,14 +17,15 @@ import torch
 
 from rl_core.config.policy_sections import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import with_input_lengths
+from rl_core.data.generation_io import SETS, SampledSets, kept_tokens, select_sets, with_input_lengths
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
 from rl_core.plugins.manager import installed_plugins
 
 _GENERATED = tuple(
-    GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "token_versions", "top_logprobs", "unfinished"}
+    GenerationOutputSpec.__annotations__.keys()
+    - {"failures", "messages", "token_versions", "top_logprobs", "sampled_sets", "unfinished"}
 )
 _ROW_KEYS = ("output_ids", "logprobs", "generation_lengths", "unpadded_sequence_lengths", "truncated", "weight_version")
 assert {*_ROW_KEYS} == {*_GENERATED}
@@ -78,6 +79,8 @@ class RightRow(NamedTuple):
     weight_version: int
     token_versions: list[int] | None
     """None if all tokens have `weight_version`."""
+    sampled_sets: SampledSets | None
+    """Of the completion, if they were requested."""
 
 
 def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInterface) -> RightRow | None:
@@ -99,9 +102,13 @@ def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInt
         return None
     if _row_problem(0, values, prompts, starts, _limits(rows, generation), generation) or _version_problem(output, rows):
         return None
+    if _sets_problem(output, rows):
+        return None
     [start], (tokens, logprobs, _, end, truncated, version) = starts, values
     versions = output["token_versions"][0, start:end].tolist() if "token_versions" in output.data else [version]
-    return RightRow(tokens[start:end], logprobs[start:end], truncated, version, None if {*versions} == {version} else versions)
+    mixed, sets = None if {*versions} == {version} else versions, output.data.get(SETS, [None])[0]
+    sets = None if sets is None else select_sets(sets, slice(start, end))
+    return RightRow(tokens[start:end], logprobs[start:end], truncated, version, mixed, sets)
 
 
 def check_version(generation: GenerationInterface, output: BatchedDataDict[Any]) -> None:
@@ -160,7 +167,7 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
     for row, values in enumerate(zip(*(column.tolist() for column in _row_columns(output)), strict=True)):
         if failures[row] is None and (problem := _row_problem(row, values, prompts, starts, limits, generation)) is not None:
             return problem
-    return _version_problem(output, data)
+    return _version_problem(output, data) or _sets_problem(output, data)
 
 
 def _short_row(output: Mapping[str, Any]) -> list[Any] | None:
@@ -192,6 +199,32 @@ def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> s
             return (
                 f"returned `token_versions` from {min(own[start:end], default=-1)} in row {row}, whose `weight_version` is "
                 f"{oldest[row]}: it must be the smallest of its sampled tokens, and tokens of the prompt must have -1."
+            )
+    return None
+
+
+def _sets_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first row that requested the sets of its tokens and has other ones, or None."""
+    requested = [bool((options or {}).get(SETS)) for options in data.get("sampling", ())]
+    if not any(requested):
+        return None
+    if SETS not in output or len(output[SETS]) != len(requested):
+        return f"returned no column `{SETS}` with {len(requested)} rows, although `sampling` requests it."
+    rows = zip(requested, output[SETS], output["output_ids"], output["unpadded_sequence_lengths"].tolist(), strict=True)
+    failures = output.get("failures") or [None] * len(requested)
+    for row, (is_requested, sets, tokens, end) in enumerate(rows):
+        if not is_requested or failures[row] is not None:
+            continue
+        if sets is None or len(sets["counts"]) != end or len(sets["words"]) != int(sets["counts"].sum()):
+            return f"returned `{SETS}` of row {row} that do not describe its {end} tokens of prompt and completion."
+        position, ids = kept_tokens(sets)
+        is_sampled = torch.arange(end) >= int(data["input_lengths"][row])
+        # Without a set, a token was sampled from all.
+        has_own = (sets["counts"] == 0).index_fill(0, position[ids == tokens[position]], True)
+        if wrong := (is_sampled & ~has_own | ~is_sampled & (sets["counts"] > 0)).nonzero().flatten().tolist():
+            return (
+                f"returned a set of kept tokens for position {wrong[0]} of row {row}, token {int(tokens[wrong[0]])}, that does "
+                "not fit: the set of a sampled token contains it, and other tokens have none."
             )
     return None
 

@@ -45,19 +45,36 @@ def with_transports_of_plugins(names: tuple[str, ...], registry: Registry) -> tu
     return (*names, *(name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name not in _BUILT_IN_TRANSPORTS))
 
 
-@rule("algorithm", "policy.generation", applies_to=TRAINING, each=each_engine)
-def samples_are_not_filtered(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
-    """Rollouts are sampled from the whole distribution of the policy, unless the algorithm allows filters."""
-    run = config.run
-    if not run.algorithm.needs_generation or run.algorithm.allows_filtered_sampling:
-        return
-    for key, neutral in generation.sampling_filters().items():
+@rule("algorithm", "policy.generation", "policy.backend", applies_to=TRAINING, each=each_engine)
+def filtered_samples_are_scored_among_the_kept_tokens(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
+    """With top-p, top-k or min-p, the engine returns the tokens that it kept, and the policy normalizes over them."""
+    reason = _why_not_scored(config, generation) if config.run.needs_sampled_sets else None
+    for key, neutral in generation.sampling_filters().items() if reason is not None else ():
         yield Problem(
             (*_GENERATION, *key),
-            f"{run.algorithm_name} cannot train on filtered samples: the engine would sample from a filtered distribution "
-            "while the policy scores tokens under the whole one, so every probability ratio would be wrong. Set it to "
-            f"{show(neutral)}; temperature is accounted for.",
+            f"{config.run.algorithm_name} cannot train on filtered samples here: {reason} Set it to {show(neutral)}; "
+            "temperature is accounted for.",
         )
+
+
+def _why_not_scored(config: CheckedConfig, generation: GenerationConfig) -> str | None:
+    """Why the policy would score tokens under another distribution than they are sampled from; None if it does not."""
+    run, find = config.run, config.registry.find
+    if "teacher" in run.algorithm.runtime_needs.companions:
+        return "it compares the whole distributions of policy and teacher."
+    backends = (
+        (Kind.GENERATION, generation.backend, Capability.SAMPLED_SETS, "return the tokens that it sampled from"),
+        (Kind.POLICY, run.policy.backend, Capability.SCORES_SAMPLED_SETS, "normalize over the tokens that were sampled from"),
+    )
+    for kind, backend, capability, does in backends:
+        # A backend given by its path declares its capabilities on its class, which only the run imports.
+        if is_path(backend) or backend not in config.registry.names(kind):
+            continue
+        try:
+            find(kind, backend, requires=(capability,))
+        except PluginError as error:
+            return f"the {kind.label} {backend!r} does not {does}, so every probability ratio would be wrong. {error}"
+    return None
 
 
 @rule("algorithm", "policy.generation", applies_to=TRAINING, each=each_engine)
