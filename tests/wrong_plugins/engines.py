@@ -399,6 +399,51 @@ class SamplesAtTemperatureOne(EngineOf):
             super().__init__(context, config.model_copy(update={"temperature": 1.0}))
 
 
+class SetsOf(EngineOf):
+    """Returns other sets of kept tokens than it samples from."""
+
+    capabilities = (*EngineOf.capabilities, "top_p", "top_k", "sampled_sets")
+
+    class Worker(HFGenerationWorker):
+        def generate(self, data, *, greedy=False):
+            output = super().generate(data, greedy=greedy)
+            if "sampled_sets" in output:
+                output["sampled_sets"] = self.changed(output["sampled_sets"], output["output_ids"])
+            return output
+
+
+class LeavesSampledTokensOutOfSets(SetsOf):
+    """Returns sets without the sampled token."""
+
+    class Worker(SetsOf.Worker):
+        def changed(self, sets, tokens):
+            def without(row, own):
+                is_own = row["words"] == own[: len(row["counts"])].repeat_interleave(row["counts"])
+                return {**row, "words": torch.where(is_own, (row["words"] + 1) % 13, row["words"])}
+
+            return [without(*each) for each in zip(sets, tokens, strict=True)]
+
+
+class ReturnsSetsOfTheNextRow(SetsOf):
+    """Returns the sets of another row."""
+
+    class Worker(SetsOf.Worker):
+        def changed(self, sets, tokens):
+            return [*sets[1:], sets[0]]
+
+
+class ReturnsTooWideSets(SetsOf):
+    """Returns sets of ten tokens, and the right log-probabilities among fewer."""
+
+    class Worker(SetsOf.Worker):
+        def changed(self, sets, tokens):
+            def wide(row):
+                counts = torch.where(row["counts"] > 0, 13, 0).to(torch.int32)
+                return {"counts": counts, "words": torch.arange(13, dtype=torch.int32).repeat(int((counts > 0).sum()))}
+
+            return [wide(row) for row in sets]
+
+
 class SamplesTooManyTokens(EngineOf):
     """Samples one token more than it may, by repeating the last one."""
 

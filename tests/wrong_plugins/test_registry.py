@@ -16,7 +16,7 @@ MODULES = {
     "sandboxes": SANDBOXES,
     "transports": TRANSPORTS,
 }
-BASES = {"EngineOf", "Sums", "TwoTurns", "Lines", "SandboxOf", "Files", "Right"}
+BASES = {"EngineOf", "SetsOf", "Sums", "TwoTurns", "Lines", "SandboxOf", "Files", "Right"}
 
 
 @pytest.mark.parametrize(("folder", "plugins"), FOLDERS.items())

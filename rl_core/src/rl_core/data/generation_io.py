@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling", "images")
 _TEMPERATURE = frozenset({"temperature", "top_p", "top_k"})
 SETS = "sampled_sets"
-"""Column of the tokens that each token was sampled from, and the option of a row that requests it."""
 
 
 class SampledSets(TypedDict):
     """For each token of a row, the tokens that top-k, top-p and min-p kept when it was sampled.
 
-    `counts` [T] int32 is the number of words of each token in `words` [N] int32: none for a token that was not sampled, or
-    sampled from all tokens. Otherwise they are the ids in the set, at most 1024, or -1 and a bit mask of the vocabulary, in
-    which bit i of word j stands for id 32 j + i.
+    `counts` [T] int32 is the number of words of each token in `words` [N] int32: none if it was not sampled, or from all
+    tokens; else the ids of the set (at most 1024), or -1 and a bit mask, whose bit i of word j stands for id 32 j + i.
     """
 
     counts: torch.Tensor
@@ -56,8 +54,7 @@ def kept_tokens(sets: SampledSets) -> tuple[torch.Tensor, torch.Tensor]:
     in_mask = masks & (torch.arange(len(words), device=counts.device) > first)
     word, bit = ((words[in_mask].unsqueeze(1) >> torch.arange(32, device=counts.device)) & 1).nonzero(as_tuple=True)
     index = in_mask.nonzero().squeeze(1)[word]
-    ids = (index - first[index] - 1) * 32 + bit
-    return torch.cat([token[~masks], token[index]]), torch.cat([words[~masks], ids])
+    return torch.cat([token[~masks], token[index]]), torch.cat([words[~masks], (index - first[index] - 1) * 32 + bit])
 
 
 @dataclass(frozen=True, kw_only=True)

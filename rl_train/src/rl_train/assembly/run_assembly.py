@@ -246,8 +246,8 @@ def _rollout_source(run: Run, collector: Collector | None, loaders: DataLoaders,
     if replay is not None:
         if config.needs_sampled_sets:
             raise UserError(
-                "--replay: recorded rollouts do not have the tokens that top_p, top_k and min_p kept, so they cannot be trained "
-                "on. Replay a run without these keys.",
+                "--replay: recorded rollouts do not have the tokens that top_p, top_k and min_p kept, which training needs. "
+                "Replay a run without these keys.",
                 key="policy.generation",
             )
         reward_weights = {task: section.reward_weights for task, section in config.env.items()}

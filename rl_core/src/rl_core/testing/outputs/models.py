@@ -223,8 +223,8 @@ def _sets_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str 
         has_own = (sets["counts"] == 0).index_fill(0, position[ids == tokens[position]], True)
         if wrong := (is_sampled & ~has_own | ~is_sampled & (sets["counts"] > 0)).nonzero().flatten().tolist():
             return (
-                f"returned a set of kept tokens for position {wrong[0]} of row {row}, token {int(tokens[wrong[0]])}, that does "
-                "not fit: the set of a sampled token contains it, and other tokens have none."
+                f"returned a set in `{SETS}` for position {wrong[0]} of row {row}, token {int(tokens[wrong[0]])}, that does not "
+                "fit: the set of a sampled token contains it, and other tokens have none."
             )
     return None
 
