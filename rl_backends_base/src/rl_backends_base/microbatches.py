@@ -158,12 +158,13 @@ class ScoringInput:
         if rows.sets is None:
             return self
         numbers, columns = scored_tokens(rows.input_ids, rows.lengths, rows.mask, shift=shift)
-        of_rows = columns.split(torch.bincount(numbers, minlength=len(rows.sets)).tolist())
-        parts = [len(of) if each is None else select_sets(each, of) for each, of in zip(rows.sets, of_rows, strict=True)]
+        sizes = torch.tensor([rows.input_ids.shape[1] if each is None else len(each["counts"]) for each in rows.sets])
+        joined = joined_sets(size if each is None else each for size, each in zip(sizes.tolist(), rows.sets, strict=True))
+        sets = select_sets(joined, (sizes.cumsum(0) - sizes)[numbers] + columns)
         hidden, targets = self.hidden_index, self.targets
         if self.repeat is not None:
             hidden, targets = hidden[self.repeat], targets[self.repeat]
-        return replace(self, hidden_index=hidden, targets=targets, repeat=None, sets=joined_sets(parts))
+        return replace(self, hidden_index=hidden, targets=targets, repeat=None, sets=sets)
 
 
 def outside_sets(sets: SampledSets, logits: torch.Tensor) -> torch.Tensor:

@@ -185,13 +185,13 @@ def _most_likely(scores: torch.Tensor, count: int) -> list[list[tuple[int, float
 def _words_of_sets(kept: torch.Tensor) -> list[torch.Tensor]:
     """The words [n] int32 of each row of `kept` [N, V] bool; see `SampledSets`."""
     rows, ids = kept.nonzero().cpu().unbind(dim=1)
-    sets = ids.split(torch.bincount(rows, minlength=len(kept)).tolist())
-    return [(each if len(each) <= MOST_SET_IDS else _mask_of(each, kept.shape[1])).to(torch.int32) for each in sets]
+    sets = ids.to(torch.int32).split(torch.bincount(rows, minlength=len(kept)).tolist())
+    return [each if len(each) <= MOST_SET_IDS else _mask_of(each.long(), kept.shape[1]) for each in sets]
 
 
 def _mask_of(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
     words = torch.zeros(-(-vocabulary // 32), dtype=torch.int64).index_add_(0, ids // 32, 1 << (ids % 32))
-    return torch.cat([torch.full((1,), -1), words])
+    return torch.cat([torch.full((1,), -1), words]).to(torch.int32)
 
 
 def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:

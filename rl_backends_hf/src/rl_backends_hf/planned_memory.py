@@ -54,6 +54,7 @@ _UNTRACED: Final[dict[str, Any]] = {
     "hf_cfg": {"data_parallel", "fsdp_num_shards"},
 }
 """Keys of a policy on which a trace does not depend, or only by the number of shards."""
+_TEMPORARY: Final = "logits and temporary tensors"
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
 _STATE_BYTES: Final = {
@@ -309,7 +310,10 @@ def _trace(config: HFPolicyConfig, rows: int, length: int, options: HFModelConfi
     if key not in _TRACES:
         with _lone_shard(how.shards):
             _TRACES[key] = _measured(config, model, rows, length, how)
-    return _TRACES[key]
+    if config.generation is None or not config.generation.sampling_filters():
+        return _TRACES[key]
+    outside = min(rows * length, config.hf_cfg.logprob_chunk_tokens) * model.config.get_text_config(decoder=True).vocab_size
+    return {name: size + outside * (name == _TEMPORARY) for name, size in _TRACES[key].items()}
 
 
 def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, how: _Pass) -> dict[str, int]:
@@ -342,7 +346,7 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
             if how.training:
                 live.end_forward()
                 scores.sum().backward()
-    return {"activations": live.saved, "logits and temporary tensors": live.peak - live.saved}
+    return {"activations": live.saved, _TEMPORARY: live.peak - live.saved}
 
 
 @contextmanager

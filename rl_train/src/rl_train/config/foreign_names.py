@@ -161,7 +161,7 @@ _INSTEAD = {
     "entropy_coef_delta entropy_target",
     "The device decides: NCCL on GPUs, gloo on CPUs.": "ddp_backend",
     "`rlcore train` trains, and `rlcore eval` evaluates.": "do_train do_eval do_predict",
-    "It has no equivalent: remove it.": "use_liger_kernel liger_kernel_config neftune_noise_alpha min_p label_smoothing_factor "
+    "It has no equivalent: remove it.": "use_liger_kernel liger_kernel_config neftune_noise_alpha label_smoothing_factor "
     "optim_target_modules cache_implementation top_entropy_quantile f_divergence_type f_alpha_divergence_coef use_weighting "
     "router_aux_loss_coef off_policy_mask_threshold cast_lm_head_to_fp32 use_bias_correction_kl ld_alpha",
 }

@@ -22,6 +22,9 @@ from rl_train.assembly.parts import loss_of
 from rl_train.assembly.placement import resolve_adapters
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
+from rl_train.diagnostics.model_files import read_model_config
+from rl_train.files import format_size
+from rl_train.rollouts.trajectory import MOST_SET_BYTES
 
 _DRIVER_LIBRARIES: Final = 470 * 2**20
 """Proportional set size of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of
@@ -30,6 +33,8 @@ _LONE_LIBRARIES: Final = 460 * 2**20
 """The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
 _ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
 """The same of a process that has imported rlcore and no backend."""
+_MOST_SET_IDS: Final = 1024
+"""Largest set of kept tokens that is held as ids; see `SampledSets`."""
 Parts = Mapping[str, int]
 """Bytes by part, such as `weights` or `activations`."""
 
@@ -238,18 +243,31 @@ def _engine(
 
 def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
     if run.cluster.backend == "in_process":
-        libraries = {"libraries": max([_LONE_LIBRARIES, *(each.libraries for each in components)])}
+        libraries = {"libraries": max([_LONE_LIBRARIES, *(each.libraries for each in components)]), **_sets(run)}
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
         phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()} or {"all": held}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
         return
-    yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
+    yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES, **_sets(run)}})
     for each in components:
         phases = {phase: {"libraries": each.libraries, **parts} for phase, parts in each.with_held.items()}
         yield ProcessPlan(name=each.name, count=each.count, phases=phases)
     workers = sum(section.num_workers for section in run.env.values())
     if workers:
         yield ProcessPlan(name="environments", count=workers, phases={"all": {"libraries": _ENVIRONMENT_LIBRARIES}})
+
+
+def _sets(run: RunConfig) -> dict[str, int]:
+    """The part for the sampled sets of a step, as large as they can be, if it has any."""
+    model = read_model_config(run.policy.model_name) if run.needs_sampled_sets else None
+    if (section := run.policy.generation) is None or model is None:
+        return {}
+    vocabulary: int = model.get_text_config(decoder=True).vocab_size
+    largest = min(section.top_k or vocabulary, vocabulary)
+    words = largest if largest <= _MOST_SET_IDS else max(_MOST_SET_IDS, -(-vocabulary // 32) + 1)
+    tokens = section.max_new_tokens * max(run.max_turns.values(), default=1)
+    tokens = rows_of_step(run) * min(tokens, run.policy.max_total_sequence_length)
+    return {"kept tokens": min(4 * (words + 1) * tokens, MOST_SET_BYTES)}
 
 
 def _named(component: _Component, parts: Parts, components: list[_Component]) -> Parts:
@@ -291,6 +309,8 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
     if on_gpu:
         yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
         yield "host memory, to which models move while they wait"
+        for size in _sets(run).values():
+            yield f"host memory of the tokens that top_p, top_k and min_p keep in a step, at most {format_size(size)}"
         return
     yield "freed tensors that the C library keeps: little with glibc, up to as much again with others"
     if run.cluster.backend == "ray":

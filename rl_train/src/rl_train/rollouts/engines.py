@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import SETS, SampledSets, select_sets
+from rl_core.data.generation_io import SETS, SampledSets
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.records import Message
 from rl_core.testing.outputs.models import RightRow, checked_generation, generated, right_row
@@ -362,7 +362,7 @@ def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> lis
                 truncated=truncated[row],
                 weight_version=versions[row],
                 token_versions=None if token_versions is None else token_versions[row, sampled].clone(),
-                sampled_sets=None if (of_row := sets[row]) is None else select_sets(of_row, sampled),
+                sampled_sets=None if (own := sets[row]) is None else {**own, "counts": own["counts"][sampled]},
             )
         )
     return turns

@@ -17,7 +17,7 @@ import torch
 
 from rl_core.config.policy_sections import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import SETS, SampledSets, kept_tokens, select_sets, with_input_lengths
+from rl_core.data.generation_io import SETS, SampledSets, joined_sets, kept_tokens, with_input_lengths
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
@@ -107,7 +107,7 @@ def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInt
     [start], (tokens, logprobs, _, end, truncated, version) = starts, values
     versions = output["token_versions"][0, start:end].tolist() if "token_versions" in output.data else [version]
     mixed, sets = None if {*versions} == {version} else versions, output.data.get(SETS, [None])[0]
-    sets = None if sets is None else select_sets(sets, slice(start, end))
+    sets = None if sets is None else SampledSets(counts=sets["counts"][start:], words=sets["words"])
     return RightRow(tokens[start:end], logprobs[start:end], truncated, version, mixed, sets)
 
 
@@ -210,23 +210,28 @@ def _sets_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str 
         return None
     if SETS not in output or len(output[SETS]) != len(requested):
         return f"returned no column `{SETS}` with {len(requested)} rows, although `sampling` requests it."
-    rows = zip(requested, output[SETS], output["output_ids"], output["unpadded_sequence_lengths"].tolist(), strict=True)
-    failures = output.get("failures") or [None] * len(requested)
-    for row, (is_requested, sets, tokens, end) in enumerate(rows):
-        if not is_requested or failures[row] is not None:
-            continue
-        if sets is None or len(sets["counts"]) != end or len(sets["words"]) != int(sets["counts"].sum()):
-            return f"returned `{SETS}` of row {row} that do not describe its {end} tokens of prompt and completion."
-        position, ids = kept_tokens(sets)
-        is_sampled = torch.arange(end) >= int(data["input_lengths"][row])
-        # Without a set, a token was sampled from all.
-        has_own = (sets["counts"] == 0).index_fill(0, position[ids == tokens[position]], True)
-        if wrong := (is_sampled & ~has_own | ~is_sampled & (sets["counts"] > 0)).nonzero().flatten().tolist():
-            return (
-                f"returned a set in `{SETS}` for position {wrong[0]} of row {row}, token {int(tokens[wrong[0]])}, that does not "
-                "fit: the set of a sampled token contains it, and other tokens have none."
-            )
-    return None
+    failures, sampled = output.get("failures") or [None] * len(requested), output["output_ids"]
+    rows = [row for row, wants in enumerate(requested) if wants and failures[row] is None]
+    ends, starts = output["unpadded_sequence_lengths"].tolist(), data["input_lengths"].tolist()
+    for row in rows:
+        sets = output[SETS][row]
+        if sets is None or len(sets["counts"]) != ends[row] or len(sets["words"]) != int(sets["counts"].sum()):
+            return f"returned `{SETS}` of row {row} that do not describe its {ends[row]} tokens of prompt and completion."
+    # All rows at once: a call has thousands of tokens.
+    joined, tokens = joined_sets(output[SETS][row] for row in rows), torch.cat([sampled[row, : ends[row]] for row in rows])
+    is_sampled = torch.cat([torch.arange(ends[row]) >= starts[row] for row in rows])
+    (position, ids), has_none = kept_tokens(joined), joined["counts"] == 0
+    fits = torch.where(is_sampled, has_none.index_fill(0, position[ids == tokens[position]], True), has_none)
+    if bool(fits.all()):
+        return None
+    number, at = int(fits.int().argmin()), 0
+    for row in rows:
+        if number < (at := at + ends[row]):
+            break
+    return (
+        f"returned a set in `{SETS}` of row {row} that does not fit its token {int(tokens[number])} at position "
+        f"{number - at + ends[row]}: the set of a sampled token contains it, and other tokens have none."
+    )
 
 
 def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> Sequence[int]:
