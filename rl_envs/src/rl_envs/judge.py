@@ -14,6 +14,7 @@ from rl_core.errors import DataError, RLCoreError
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpClient, HttpError, RequestLimits
 from rl_core.interfaces.environment import Conversation
+from rl_core.interfaces.records import plain_text
 from rl_envs.completions import is_blank
 from rl_envs.config import PLACEHOLDER, JudgeEnvironmentConfig
 
@@ -104,7 +105,7 @@ class JudgeEnvironment(ScorerEnvironment):
             )
         return judge_prompt(
             self.config.prompt,
-            question=str(log[-2]["content"]) if len(log) > 1 else "",
+            question=plain_text(log[-2]["content"]) if len(log) > 1 else "",
             answer=answer,
             reference=None if reference is None else str(reference),
             lowest=self.config.min_score,

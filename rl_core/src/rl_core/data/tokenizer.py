@@ -254,6 +254,8 @@ def conversation_tokens(
 
     if any(message.get("tool_calls") for message in messages):
         raise DataError("a message has `tool_calls`, which only rollouts and training data support")
+    if any(isinstance(message["content"], list) for message in messages):
+        raise DataError("a message has an image, which only rollouts and training data support")
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     if not getattr(tokenizer, "chat_template", None):
         return list(chain.from_iterable(plain_pieces(plain, tokenizer)))

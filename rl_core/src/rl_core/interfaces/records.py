@@ -24,13 +24,27 @@ class ImageURL(TypedDict):
 
 
 class ImagePart(TypedDict):
-    """A part of a message's content that is an image. Images are not supported yet: a message with one is refused."""
+    """A part of a message's content that is an image, as in OpenAI's API. Environments cannot send one."""
 
     type: Literal["image_url"]
     image_url: ImageURL
 
 
-ContentPart = TextPart | ImagePart
+class ImageReference(TypedDict):
+    """An image of a prompt, as environments and logs have it.
+
+    Attributes:
+        type: Always `image`.
+        digest: Hash of its tensors, see `rl_core.data.images.RowImage`.
+        path: The file; absent if the row of the dataset contains the picture.
+    """
+
+    type: Literal["image"]
+    digest: str
+    path: NotRequired[str]
+
+
+ContentPart = TextPart | ImagePart | ImageReference
 
 
 class FunctionCall(TypedDict):
@@ -74,6 +88,8 @@ class ToolSpec(TypedDict):
 class Message(TypedDict):
     """A message with text content. Every message that an environment receives has this form.
 
+    Messages of prompts with images are the exception: they are `PartsMessage` with `ImageReference` parts.
+
     Attributes:
         role: `system`, `user`, `assistant`, `tool` or `environment`. Chat templates render `environment`, and other roles that
             data cannot contain, as `user`.
@@ -111,6 +127,12 @@ def messages_of(observation: Observation) -> list[Message]:
     return cast("list[Message]", [observation] if isinstance(observation, Mapping) else list(observation))
 
 
+def plain_text(content: Any) -> str:
+    """The text of a content, with `[image]` in place of images."""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(str(part.get("text", "[image]")) for part in parts)
+
+
 def text_of(content: Any, what: str) -> str:
     """The text of a message's content: the text itself, or its joined text parts. Errors name the message as `what`.
 
@@ -126,7 +148,7 @@ def text_of(content: Any, what: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             is_image = kind in ("image", "image_url", "input_image")
-            why = "images are not supported yet" if is_image else "only text is supported"
+            why = "images are only supported in prompts and training data" if is_image else "only text is supported"
             raise DataError(f"{what} has a part of type {kind!r}: {why}. Remove the part or the row")
         texts.append(part["text"])
     return "".join(texts)

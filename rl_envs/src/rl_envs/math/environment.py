@@ -14,6 +14,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import Conversation
+from rl_core.interfaces.records import plain_text
 from rl_envs.config import MathEnvironmentConfig
 from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.math.asked import ANY_FORM, AskedForm, asked_form
@@ -103,7 +104,7 @@ class MathEnvironment(ScorerEnvironment):
         """Warn once if no completion has a box and the prompts do not ask for one: every reward would be 0."""
         if not self.config.require_box or self._rows_without_box >= _ENOUGH_ROWS:
             return
-        asks_for_box = any("\\boxed" in message["content"] for log in conversations for message in log[:-1])
+        asks_for_box = any("\\boxed" in plain_text(message["content"]) for log in conversations for message in log[:-1])
         if asks_for_box or any(result.boxed for result in results):
             self._rows_without_box = _ENOUGH_ROWS
             return
@@ -125,7 +126,7 @@ class MathEnvironment(ScorerEnvironment):
 
 def _question(log: Conversation) -> str:
     """The user's last message before the answer; empty without one."""
-    return next((str(message["content"]) for message in reversed(log[:-1]) if message["role"] == "user"), "")
+    return next((plain_text(message["content"]) for message in reversed(log[:-1]) if message["role"] == "user"), "")
 
 
 def _expected_answer(row: int, info: Any) -> str:

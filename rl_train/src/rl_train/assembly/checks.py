@@ -9,22 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from rl_core.config.diagnostics import KeyPath, Problem
+from rl_core.config.diagnostics import KeyPath, Problem, dotted
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.section import Section
 from rl_core.data.loaded_model import Head, check_files, weights_file
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
-from rl_core.errors import ConfigError, RLCoreError, UserError, with_key
+from rl_core.errors import ConfigError, PluginError, RLCoreError, UserError, with_key
 from rl_core.event_loop import finished
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.component import Capability, Kind, did_you_mean, is_path
+from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import Source
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location
+from rl_train.data.images import image_settings
 from rl_train.data.unknown_tokens import WITHOUT_ROWS
 from rl_train.diagnostics.model_files import position_limit, read_model_config, read_model_files
 from rl_train.pools.pool import running_loop
@@ -35,6 +37,51 @@ from rl_train.rewards.functions import RewardFunction, RewardFunctionError
 _log = logging.getLogger("rlcore")
 _TRIED_ROWS = 16
 """Number of rows that are tried if no function gives a reward for the first one."""
+
+
+def refuse_backends_without_images(config: RunConfig, registry: Registry, *, trains: bool) -> None:
+    """Check that the backends of a run whose rows have images can use them.
+
+    Args:
+        config: the run.
+        registry: used to look up backends.
+        trains: whether models are trained or score rows; otherwise, only the engine reads them.
+
+    Raises:
+        ConfigError: one of them cannot.
+    """
+    used: list[tuple[KeyPath, Kind, str]] = [((name,), Kind.POLICY, model.backend) for name, model in models_of(config).items() if trains]
+    if config.policy.generation is not None and (config.algorithm.runtime_needs.samples or not trains):
+        used.append((("policy", "generation"), Kind.GENERATION, config.policy.generation.backend))
+    for key, kind, backend in used:
+        if not is_path(backend) and backend not in registry.names(kind):  # created in Python
+            continue
+        with with_key(f"{dotted(key)}.backend"):
+            try:
+                registry.find(kind, backend, requires=(Capability.IMAGES,))
+            except PluginError as error:
+                raise ConfigError(
+                    f"Rows of the data have images, which {dotted(key)} cannot use. {error} To leave the images out, set "
+                    "`images_key: null` in the section of the dataset, and remove images from messages."
+                ) from error
+
+
+def refuse_other_image_processors(config: RunConfig, tokenizer: Any) -> None:
+    """Check that companion models make the same of a picture as the policy, because they receive its tensors.
+
+    Raises:
+        ConfigError: a companion has another image processor.
+    """
+    others = {name: model.model_name for name in COMPANIONS if (model := getattr(config, name)) is not None}
+    for name, model in others.items():
+        if model != config.policy.model_name and image_settings(model, tokenizer) != image_settings(
+            config.policy.model_name, tokenizer
+        ):
+            raise ConfigError(
+                f"{name}.model_name: rows have images, and the image processor of {model} has other settings than that of the "
+                f"policy {config.policy.model_name}, whose tensors it would receive. Use a model with the same processor.",
+                key=f"{name}.model_name",
+            )
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:

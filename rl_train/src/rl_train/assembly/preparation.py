@@ -19,7 +19,14 @@ from rl_core.config.section import PathRule
 from rl_core.data.model_digests import path_digests
 from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.checks import check_reward_functions, tokenizer_key, tokens_without_rows, with_completion_formats
+from rl_train.assembly.checks import (
+    check_reward_functions,
+    refuse_backends_without_images,
+    refuse_other_image_processors,
+    tokenizer_key,
+    tokens_without_rows,
+    with_completion_formats,
+)
 from rl_train.assembly.data import (
     BadRows,
     Source,
@@ -36,6 +43,7 @@ from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.config.slots import ConfigLayout
 from rl_train.config.values import leaves_by_path
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.images import ImageReader
 from rl_train.data.processors import load_policy_tokenizer
 from rl_train.data.unknown_tokens import refuse_tokens_without_rows, unknown_fraction
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
@@ -167,7 +175,7 @@ class Preparation:
     ) -> Preparation:
         """A preparation with existing objects instead of those that the config names."""
         prepared = cls(config, registry)
-        prepared.tokenizer = tokenizer
+        prepared.tokenizer = prepared._with_image_reader(tokenizer)
         if tools is not None:
             prepared.tools = tools
         if data is not None:
@@ -179,7 +187,19 @@ class Preparation:
         """The policy's tokenizer."""
         policy = self.config.policy
         with with_key(f"policy.{tokenizer_key(policy)}"):
-            return load_policy_tokenizer(policy)
+            return self._with_image_reader(load_policy_tokenizer(policy))
+
+    def _with_image_reader(self, tokenizer: Any) -> Any:
+        """The tokenizer, which reads the images of rows if the models and the engine of the run can use them."""
+        run = self.config
+
+        def check() -> None:
+            refuse_backends_without_images(run, self.registry, trains=self._datasets is None)
+            refuse_other_image_processors(run, tokenizer)
+
+        if not hasattr(tokenizer, "image_reader"):  # trainers use theirs for several runs
+            tokenizer.image_reader = ImageReader(run.policy.model_name, run.data.images, check)
+        return tokenizer
 
     @cached_property
     def tools(self) -> TaskTools:

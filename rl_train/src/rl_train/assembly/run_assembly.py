@@ -20,6 +20,7 @@ from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError, DataError, UserError, with_key
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
+from rl_core.interfaces.records import plain_text
 from rl_core.plugins.component import Capability, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
@@ -50,7 +51,7 @@ from rl_train.config.schema import RunConfig, parse_duration
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.messages import DatumSpec
+from rl_train.data.messages import DatumSpec, images_of
 from rl_train.metrics.logger import make_loggers
 from rl_train.metrics.measured import ModelFlops, PeakMemory, peak_tflops
 from rl_train.rollouts.collect import Collector, stream_rows_of
@@ -461,5 +462,7 @@ def _first_prompts(prepared: Preparation, count: int) -> Prompts:
             "sample_seeds": torch.tensor([sample_seed(seed, row) for row in usable], dtype=torch.int64),
         }
     )
-    questions = [[{"role": message["role"], "content": message["content"]} for message in log] for log in logs]
+    if any(images := [images_of(log) for log in logs]):
+        batch["images"] = images
+    questions = [[{"role": message["role"], "content": plain_text(message["content"])} for message in log] for log in logs]
     return Prompts(batch=batch, questions=questions)

@@ -40,6 +40,18 @@ class SplitConfig(Section):
     """Seed that determines which rows are held out."""
 
 
+class ImagesConfig(Section):
+    """Limits of images in rows (`data.images`)."""
+
+    max_file_mib: int = Field(default=32, ge=1)
+    """Largest size of an image file, in MiB. A row with a larger one is a bad row."""
+    max_megapixels: int = Field(default=64, ge=1)
+    """Largest number of pixels of an image before it is resized, in millions. A row with a larger one is a bad row."""
+    cache_mib: int = Field(default=1024, ge=0)
+    """Memory for images that are kept after they were resized, in MiB, so that a row that is drawn again soon is not read
+    again."""
+
+
 class DataConfig(Section):
     """Training and validation data (`data`)."""
 
@@ -73,6 +85,8 @@ class DataConfig(Section):
     row."""
     shuffle: bool = True
     """Whether to shuffle the training data each epoch."""
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
+    """Limits of images in rows."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from rl_core.data.tokenizer import decode, encode
 from rl_core.errors import DataError
+from rl_train.data.image_sources import texts_of
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -249,7 +250,8 @@ class _Locator:
         """The error that the context of an answer is missing from the text before it, or None."""
         before = _squeezed(self.text[:start])
         for other, message in enumerate(self.messages[:number]):
-            if message["role"] in ("system", "developer", "user") and _squeezed(message["content"] or "") not in before:
+            is_context = message["role"] in ("system", "developer", "user")
+            if is_context and any(_squeezed(text) not in before for text in texts_of(message)):
                 return DataError(
                     f"the chat template leaves out message {other} (from 0) of the role {message['role']!r} once message "
                     f"{number} follows, so the answer would be trained without its context. Use another template "

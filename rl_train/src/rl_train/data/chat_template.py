@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
 
+from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import encode, plain_pieces
 from rl_core.errors import DataError
 from rl_train.data.conversations import is_begun, read_calls
-from rl_train.data.special_tokens import guarded, template_text
+from rl_train.data.image_sources import image_parts
+from rl_train.data.special_tokens import guarded, in_parts, needs_parts, template_text
 
 Message = Mapping[str, Any]
 
@@ -34,21 +36,25 @@ class ToolFormat:
     Attributes:
         arguments_as_text: Whether arguments are JSON text instead of an object.
         empty_content: Content of a message with only calls.
+        text_as_parts: Whether a text is a list with one part, because the template omits contents that are texts.
     """
 
     arguments_as_text: bool = False
     empty_content: str | None = ""
+    text_as_parts: bool = False
 
     def written(self, message: Message) -> dict[str, Any]:
         """The message as the template expects it, without our tensors; `user` replaces roles that no template has."""
-        plain = {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)}
+        plain = {key: value for key, value in message.items() if not isinstance(value, torch.Tensor) and key != "images"}
+        if isinstance(plain.get("content"), list):
+            plain["content"] = [part if part["type"] == "text" else {"type": "image"} for part in plain["content"]]
         if plain["role"] not in ROLES:
             plain["role"] = "user"
         if plain.get("tool_calls"):
             plain["content"] = plain.get("content") or self.empty_content
             if self.arguments_as_text:
                 plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
-        return plain
+        return in_parts([plain])[0] if self.text_as_parts else plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +105,10 @@ def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any
         calls=min(2, max((len(message.get("tool_calls") or ()) for message in messages), default=0)),
         results=any(message["role"] == "tool" for message in messages),
     )
+    template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
     if said == ToolUsage(offers=False, calls=0, results=False):
-        return ToolFormat()
-    return _form_of(tokenizer, tokenizer.get_chat_template(tools=list(tools) if tools else None), said)
+        return ToolFormat(text_as_parts=needs_parts(tokenizer, template))
+    return _form_of(tokenizer, template, said)
 
 
 def render(
@@ -111,8 +118,11 @@ def render(
     form: ToolFormat,
     add_generation_prompt: bool,
     tools: Sequence[Any] | None = None,
+    images: Sequence[RowImage] = (),
 ) -> str:
     """Render messages with the tokenizer's template. With `add_generation_prompt`, a begun answer is continued.
+
+    `images` are those of a conversation that begins with the messages; the text has what stands for those in the messages.
 
     Raises:
         DataError: It cannot render them.
@@ -132,6 +142,10 @@ def render(
     except (TemplateError, TypeError, ValueError) as error:
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
+    if images:
+        from rl_train.data.images import with_images
+
+        return with_images(text, images[: len(image_parts(messages))], tokenizer)
     return text
 
 
@@ -214,6 +228,7 @@ def _form_of(tokenizer: Any, template: str, said: ToolUsage) -> ToolFormat:
     """The first form that omits nothing; the template is an argument because a tokenizer's may be replaced."""
     problems = []
     for form in FORMS if said.calls else FORMS[:1]:
+        form = replace(form, text_as_parts=needs_parts(tokenizer, template))
         problem = _problem(tokenizer, form, said)
         if problem is None:
             return form

@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_core.errors import DataError, format_value
 from rl_core.interfaces.records import text_of
+from rl_train.data.image_sources import image_parts, with_image_parts
 from rl_train.data.rows import read_json
 
 Messages = list[dict[str, Any]]
@@ -18,8 +19,9 @@ _EMPTY_IS_ABSENT = ("tool_calls", "function_call", "tool_call_id")
 def read_messages(value: Any, what: str, *, role: str) -> Messages:
     """The messages of a field; a text is one message.
 
-    The content may be a list of parts, `{"type": "text", "text": ...}` each, which are joined; it is empty in messages that
-    only call tools. Null keys are removed. `check_tool_use` checks that tool results match calls.
+    The content may be a list of parts: texts, `{"type": "text", "text": ...}`, which are joined if no part is an image; and
+    images, in which case it stays a list (`image_sources.with_image_parts`). It is empty in messages that only call tools.
+    Null keys are removed. `check_tool_use` checks that tool results match calls.
 
     Args:
         value: The field.
@@ -27,7 +29,7 @@ def read_messages(value: Any, what: str, *, role: str) -> Messages:
         role: Role of a text.
 
     Raises:
-        DataError: It is neither a text nor messages of text, a role is unknown, or a tool call is invalid.
+        DataError: It is neither a text nor messages of text and images, a role is unknown, or a tool call is invalid.
     """
     if isinstance(value, str):
         return [{"role": role, "content": _text(value, what)}]
@@ -66,9 +68,10 @@ def with_system_prompt(messages: Messages, system_prompt: str | None) -> Message
 
 
 def kind_of(messages: Messages, tools: Any) -> frozenset[str]:
-    """Features of a conversation that a chat template may not support: its roles and tool use."""
+    """Features of a conversation that a chat template may not support: its roles, tool use and images."""
     calls = {"calls" if len(message["tool_calls"]) > 1 else "a call" for message in messages if message.get("tool_calls")}
-    return frozenset({message["role"] for message in messages} | calls | ({"an offer"} if tools else set()))
+    images = {"an image"} if image_parts(messages) else set()
+    return frozenset({message["role"] for message in messages} | calls | images | ({"an offer"} if tools else set()))
 
 
 def _message(message: Any, what: str) -> dict[str, Any]:
@@ -91,7 +94,18 @@ def _message(message: Any, what: str) -> dict[str, Any]:
     _check_role(given, what)
     if given.get("weight") not in (None, 0, 1):
         raise DataError(f"{what} has the weight {given['weight']!r}: expected 1 (trained) or 0 (not trained)")
-    return {**given, "content": _text(given["content"], what)}
+    return {**given, "content": _content(given["content"], given["role"], what)}
+
+
+def _content(content: Any, role: str, what: str) -> str | list[dict[str, Any]]:
+    parts = with_image_parts(content, what)
+    if parts is None:
+        return _text(content, what)
+    if role == "assistant":
+        raise DataError(f"{what} has an image and the role 'assistant': models read images and do not write them. Remove it")
+    for part in parts:
+        paired_text(part.get("text", ""), what)
+    return parts
 
 
 def _check_role(given: Mapping[str, Any], what: str) -> None:

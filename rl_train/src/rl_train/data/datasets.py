@@ -27,6 +27,7 @@ from rl_train.data.conversations import (
     with_system_prompt,
     without_answer,
 )
+from rl_train.data.image_sources import images_of_row
 from rl_train.data.records import Records, RowReader, form_hint
 from rl_train.data.row_sections import RecordFields
 from rl_train.errors import reporting_errors
@@ -65,7 +66,12 @@ class RecordReader(RowReader[RecordFields, Record]):
         """The prompt: the input field, the fields of the template, or a conversation without its answer."""
         if self.function is not None:
             return without_answer(self.records(row)[0]["messages"])
-        row, key = self.with_nested(row), self.config.input_key
+        row = self.with_nested(row)
+        images, _ = images_of_row(row, self.config.images_key, is_named=False)
+        return self._text_of_prompt(row) if images is None else without_answer(self._from_keys(row)["messages"])
+
+    def _text_of_prompt(self, row: dict[str, Any]) -> Any:
+        key = self.config.input_key
         if self._template is not None and key not in row:
             return {name: row[name] for name in sorted(self._template.names)}
         value = row[key]
@@ -73,7 +79,7 @@ class RecordReader(RowReader[RecordFields, Record]):
 
     def _from_keys(self, row: dict[str, Any]) -> Record:
         config = self.config
-        messages = with_system_prompt(self._prompt_messages(row), config.system_prompt)
+        messages = with_system_prompt(self.with_images(self._prompt_messages(row), row), config.system_prompt)
         last = messages[-1]
         if config.continues_answers and last["role"] == "assistant" and last["content"].strip() and "tool_calls" not in last:
             messages[-1] = {"prefix": True, **last}
@@ -119,10 +125,11 @@ class RecordReader(RowReader[RecordFields, Record]):
         if not isinstance(made, Mapping) or "messages" not in made:
             found = sorted(made) if isinstance(made, Mapping) else format_value(made)
             raise DataError(f"{name} returned {found}: expected a record with `messages`")
-        if unknown := sorted(made.keys() - Record.__annotations__.keys()):
-            raise DataError(f"{name} returned a record with {unknown}: allowed keys are {', '.join(Record.__annotations__)}")
-        messages = read_messages(made["messages"], f"the result of {name}", role="user")
-        messages = with_system_prompt(messages, self.config.system_prompt)
+        allowed = (*Record.__annotations__, *filter(None, [self.config.images_key]))
+        if unknown := sorted(made.keys() - set(allowed)):
+            raise DataError(f"{name} returned a record with {unknown}: allowed keys are {', '.join(allowed)}")
+        read = read_messages(made["messages"], f"the result of {name}", role="user")
+        messages = with_system_prompt(self.with_images(read, made), self.config.system_prompt)
         info = dict(made.get("extra_env_info") or {})
         _expected_answer(
             info.get("expected_answer"),

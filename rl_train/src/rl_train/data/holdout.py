@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.errors import DataError
 from rl_train.data.conversations import without_answer
+from rl_train.data.image_sources import image_identity
 
 
 class Subset(Sequence[Any]):
@@ -88,7 +89,7 @@ def prompt_digest(records: Any, index: int, seed: int = 0) -> bytes:
     own = getattr(records, "prompt_of", None)
     prompt = own(index) if own is not None else _prompt_of(records[index])
     try:
-        text = json.dumps([seed, prompt], sort_keys=True, ensure_ascii=False)
+        text = json.dumps([seed, prompt], sort_keys=True, ensure_ascii=False, default=image_identity)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"the prompt of {row_location(records, index)} cannot be hashed ({error}): records must consist of texts and "

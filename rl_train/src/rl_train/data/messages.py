@@ -13,12 +13,14 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.images import RowImage
 from rl_core.data.schema import pad_value
 from rl_core.data.shared_prefix import cat_right_padded
 from rl_core.data.tokenizer import decode, encode, plain_pieces
 from rl_core.errors import DataError
 from rl_train.data.answer_spans import LocatedText, Render, encode_pieces, locate_trained
 from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, unclosed, with_normalized_calls
+from rl_train.data.image_sources import image_parts
 from rl_train.data.special_tokens import guarded
 
 Message = dict[str, Any]
@@ -29,7 +31,7 @@ class DatumSpec(TypedDict):
     """One prompt (or conversation), tokenized.
 
     Attributes:
-        message_log: Messages with `token_ids` [t] int64.
+        message_log: Messages with `token_ids` [t] int64, and `images`, a list of `RowImage`, if their tokens have any.
         length: Total number of tokens.
         extra_env_info: The environment's data for the row; None for a plain conversation.
         loss_multiplier: 0.0 excludes the row from training, else 1.0.
@@ -76,6 +78,7 @@ def get_formatted_message_log(
     add_bos_token: bool = True,
     add_eos_token: bool = True,
     trained: Collection[int] | None = None,
+    images: Sequence[RowImage] = (),
 ) -> MessageLog:
     """Add `token_ids` [t] int64 to the messages; concatenated, they are the tokens of the whole conversation.
 
@@ -99,14 +102,18 @@ def get_formatted_message_log(
         add_eos_token: Whether EOS closes assistant messages (likewise).
         trained: Indices of the trained messages; empty for a prompt. By default, all assistant messages; each of the others
             then gets its own tokens if the template allows it.
+        images: The images in the contents, in their order. Each becomes part of `images` of the message with its tokens, with
+            `start` relative to these.
 
     Raises:
-        DataError: The template cannot render the conversation, or omits tools or part of a trained message.
+        DataError: The template cannot render the conversation, or omits tools, an image or part of a trained message.
     """
     tokenizer = guarded(tokenizer, message_log, tools)
     if getattr(tokenizer, "chat_template", None):
-        return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained)
+        return _rendered_log(message_log, tokenizer, header=add_generation_prompt, tools=tools, trained=trained, images=images)
     refuse_tools(message_log, tools)
+    if image_parts(message_log):
+        raise DataError("the conversation has images, which require a chat template: set one (policy.tokenizer.chat_template)")
     read = unclosed(message_log) if add_generation_prompt else message_log
     pieces = plain_pieces(read, tokenizer, add_bos=add_bos_token, add_eos=add_eos_token)
     return [
@@ -115,7 +122,9 @@ def get_formatted_message_log(
     ]
 
 
-def prompt_log(messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, tools: Any, prefill: str) -> MessageLog:
+def prompt_log(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, tools: Any, prefill: str, images: Sequence[RowImage] = ()
+) -> MessageLog:
     """The messages of a prompt with `token_ids`, which end with the generation prompt and the beginning of the answer.
 
     Args:
@@ -123,12 +132,15 @@ def prompt_log(messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, tools: 
         tokenizer: A Transformers tokenizer.
         tools: Offered functions.
         prefill: The beginning of the answer; empty if the model writes it all.
+        images: The images in the messages.
 
     Raises:
         DataError: As `get_formatted_message_log`.
     """
     begun = [{"role": "assistant", "content": prefill, "prefix": True}] if prefill else []
-    log = get_formatted_message_log([*messages, *begun], tokenizer, add_generation_prompt=True, tools=tools, trained=())
+    log = get_formatted_message_log(
+        [*messages, *begun], tokenizer, add_generation_prompt=True, tools=tools, trained=(), images=images
+    )
     for message in log[len(messages) :]:
         log[len(messages) - 1]["token_ids"] = torch.cat([log[len(messages) - 1]["token_ids"], message["token_ids"]])
     return log[: len(messages)]
@@ -180,7 +192,8 @@ def add_loss_mask_to_message_log(
 def message_log_to_flat_messages(message_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Flatten a message log: per-token tensors are concatenated to [T], other fields become lists over messages.
 
-    If a message lacks a field, a per-token field gets its padding value (0.0 log-probs on a prompt), another field None.
+    `images` are those of all messages, with `start` relative to the whole; None without any. If a message lacks another field,
+    a per-token field gets its padding value (0.0 log-probs on a prompt), and others None.
 
     Raises:
         DataError: A message has no `token_ids`, or a per-token tensor of another length.
@@ -233,12 +246,13 @@ def _rendered_log(
     header: bool,
     tools: list[dict[str, Any]] | None,
     trained: Collection[int] | None,
+    images: Sequence[RowImage],
 ) -> MessageLog:
     messages = with_normalized_calls(message_log)
     form = form_for(messages, tokenizer, tools=tools)
 
     def rendered(some: Sequence[Mapping[str, Any]], *, header: bool) -> str:
-        return render(some, tokenizer, form=form, add_generation_prompt=header, tools=tools)
+        return render(some, tokenizer, form=form, add_generation_prompt=header, tools=tools, images=images)
 
     wanted = trained_messages([{"role": message["role"]} for message in messages]) if trained is None else trained
     located = locate_trained(
@@ -264,7 +278,30 @@ def _rendered_log(
         first, stop = (index[cut] for cut in located.spans.get(number, (0, 0)))
         if number in located.spans and (first, stop) != (start, end):
             log[-1]["sampled_range"] = (first - start, stop - start)
+    return _with_images(log, images, tokens.tolist()) if images else log
+
+
+def _with_images(log: MessageLog, images: Sequence[RowImage], tokens: Sequence[int]) -> MessageLog:
+    """The log whose messages have the images in their tokens."""
+    from rl_train.data.images import located
+
+    placed, end = located(images, tokens), 0
+    for message in log:
+        start, end = end, end + len(message["token_ids"])
+        message.pop("images", None)
+        if own := [image.moved(-start) for image in placed if start <= image.start < end]:
+            message["images"] = own
     return log
+
+
+def images_of(log: Iterable[Mapping[str, Any]]) -> list[RowImage] | None:
+    """The images of a message log, with `start` relative to the whole; None if it has none."""
+    images: list[RowImage] = []
+    start = 0
+    for message in log:
+        images += [image.moved(start) for image in message.get("images") or ()]
+        start += len(message["token_ids"])
+    return images or None
 
 
 def _starts(count: int, located: LocatedText) -> list[int]:
@@ -330,7 +367,7 @@ def _flat(message_log: Sequence[Mapping[str, Any]], fields: Mapping[str, torch.d
     flat: dict[str, Any] = {}
     for key in dict.fromkeys(key for message in message_log for key in message):
         if key not in fields:
-            flat[key] = [message.get(key) for message in message_log]
+            flat[key] = images_of(message_log) if key == "images" else [message.get(key) for message in message_log]
     for key, dtype in fields.items():
         parts = [_tokens_of(message, key, dtype) for message in message_log]
         flat[key] = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)

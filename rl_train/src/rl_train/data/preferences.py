@@ -9,6 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 from rl_core.errors import DataError, format_value
 from rl_train.data.conversations import Messages, check_tool_use, kind_of, read_messages, tools_of, with_system_prompt
+from rl_train.data.image_sources import image_parts
 from rl_train.data.records import Records, RowReader
 from rl_train.data.row_sections import PreferenceFields
 
@@ -41,11 +42,19 @@ class PairReader(RowReader[PreferenceFields, PreferenceRecord]):
     def records(self, row: dict[str, Any]) -> list[PreferenceRecord]:
         """The row's pairs."""
         if self.function is None:
-            return pairs_from_row(self.with_nested(row), self.config)
+            return self._with_row_images(self.with_nested(row))
         made = self.made(row)
         if not isinstance(made, Mapping):
             raise DataError(f"{self.config.record_fn} returned {format_value(made)}: expected the fields of a pair")
-        return pairs_from_row(dict(made), self.config)
+        return self._with_row_images(dict(made))
+
+    def _with_row_images(self, row: dict[str, Any]) -> list[PreferenceRecord]:
+        pairs = pairs_from_row(row, self.config)
+        for pair in pairs:
+            pair["prompt"] = self.with_images(pair["prompt"], row)
+            if image_parts([*pair["chosen"], *pair["rejected"]]):
+                raise DataError("an answer has an image, but only prompts can have images: remove it or the row")
+        return pairs
 
     def kind(self, record: PreferenceRecord) -> frozenset[str]:
         """Features of a record that a chat template may not support: its roles and tool use."""

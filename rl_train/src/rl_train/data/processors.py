@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from rl_core.config.policy_sections import PolicyConfig
+from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import decode, load_tokenizer
 from rl_core.errors import DataError
 from rl_train.data.datasets import record_of
 from rl_train.data.holdout import row_location
+from rl_train.data.image_sources import texts_of
 from rl_train.data.messages import (
     DatumSpec,
     MessageLog,
@@ -58,7 +60,8 @@ def prompt_datum(
         DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
     """
     messages, is_cut = _tokenizable(record["messages"], idx, max_length, on_too_long)
-    log = prompt_log(messages, tokenizer, tools=record.get("tools"), prefill=record.get("prefill") or "")
+    messages, images = _with_images(messages, tokenizer)
+    log = prompt_log(messages, tokenizer, tools=record.get("tools"), prefill=record.get("prefill") or "", images=images)
     return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
 
 
@@ -93,8 +96,9 @@ def conversation_datum(
             "Set the field of the answer (`response_key`), or use whole conversations (`input_key: messages`)"
         )
     messages, is_cut = _tokenizable(record["messages"], idx, max_length, on_too_long)
+    messages, images = _with_images(messages, tokenizer)
     trained = trained_messages(messages, roles_to_train_on, only_unmask_final)
-    log = get_formatted_message_log(messages, tokenizer, tools=record.get("tools"), trained=trained)
+    log = get_formatted_message_log(messages, tokenizer, tools=record.get("tools"), trained=trained, images=images)
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
     check_trained(log, "the response")
     return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
@@ -174,7 +178,8 @@ def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
 
 def _answered(messages: Sequence[Mapping[str, Any]], prompt_messages: int, tokenizer: Any, tools: Any) -> MessageLog:
     trained = [number for number in trained_messages(messages) if number >= prompt_messages]
-    log = get_formatted_message_log(messages, tokenizer, tools=tools, trained=trained)
+    messages, images = _with_images(messages, tokenizer)
+    log = get_formatted_message_log(messages, tokenizer, tools=tools, trained=trained, images=images)
     add_loss_mask_to_message_log([log], tokenizer=tokenizer)
     for message in log[:prompt_messages]:
         message["token_loss_mask"].zero_()
@@ -215,14 +220,25 @@ def _tokenizable(
     Raises:
         DataError: They are too long, and `on_too_long` says error.
     """
-    characters = sum(len(message.get("content") or "") for message in messages)
+    characters = sum(len(text) for message in messages for text in texts_of(message))
     if max_length is None or characters <= max(_ALWAYS_TOKENIZED, _CHARACTERS_PER_TOKEN * max_length):
         return messages, False
     if on_too_long is OnTooLong.ERROR:
         raise DataError(
             f"record {idx} has {characters} characters, too many for the {max_length} tokens that are allowed: {_LONGER}"
         )
-    return [{**message, "content": (message.get("content") or "")[:max_length]} for message in messages], True
+    return [{**message, "content": "".join(texts_of(message))[:max_length]} for message in messages], True
+
+
+def _with_images(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[RowImage]]:
+    """The messages with references to their images, and these images, which are read now."""
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return messages, ()
+    from rl_train.data.images import read_images
+
+    return read_images(messages, tokenizer)
 
 
 def _datum(
@@ -234,7 +250,7 @@ def _datum(
         if on_too_long is OnTooLong.ERROR:
             raise DataError(f"record {idx} has {length} tokens, but {max_length} are allowed: {_LONGER}")
         _truncate(log, max_length)
-        length = min(length, max_length)
+        length = sum(len(message["token_ids"]) for message in log)
     datum = DatumSpec(
         message_log=log,
         length=length,
@@ -252,18 +268,27 @@ def _datum(
 
 
 def _truncate(log: MessageLog, max_length: int) -> None:
-    """Keep the first `max_length` tokens, in place: the row is not trained on, but must fit into batches."""
+    """Keep the first `max_length` tokens, in place: the row is not trained on, but must fit into batches.
+
+    An image that does not fit is left out, with everything after it.
+    """
     left = max_length
     for message in log:
+        if images := message.get("images"):
+            message["images"] = [image for image in images if image.end <= left]
+            if len(message["images"]) < len(images):
+                left = min(left, images[len(message["images"])].start)
+                max_length = 0  # of the messages that follow
         for key, value in message.items():
             if isinstance(value, torch.Tensor):
                 message[key] = value[:left]
-        left -= len(message["token_ids"])
+        left = min(left - len(message["token_ids"]), max_length)
 
 
 _FIELDS = ("messages", "prompt", "chosen", "rejected", "prefill", "tools")
 _TOKENS_KEPT = 1 << 22
-"""Most tokens of rows that are kept, at 12 bytes each, so that a row that is checked before a run is tokenized once."""
+"""Most tokens of rows that are kept, so that a row that is checked before a run is tokenized once."""
+_BYTES_PER_TOKEN = 12
 _TOKENS_OF_A_ROW = 280
 """The memory of a row apart from its tokens (3.3 KB were measured), in tokens."""
 _log = logging.getLogger("rlcore")
@@ -349,7 +374,10 @@ class TokenizedRows(Sequence[Any]):
 
 
 def _tokens_of(row: Mapping[str, Any]) -> int:
-    return _TOKENS_OF_A_ROW + sum(int(row.get(key, 0)) for key in ("length", "length_chosen", "length_rejected"))
+    logs = (row.get(key, ()) for key in ("message_log", "message_log_chosen", "message_log_rejected"))
+    images = [image for log in logs for message in log for image in message.get("images") or ()]
+    held: int = sum(tensor.nbytes for image in images for tensor in image.inputs.values()) // _BYTES_PER_TOKEN
+    return _TOKENS_OF_A_ROW + held + sum(int(row.get(key, 0)) for key in ("length", "length_chosen", "length_rejected"))
 
 
 def load_policy_tokenizer(policy: PolicyConfig) -> Any:

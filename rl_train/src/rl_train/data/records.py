@@ -20,7 +20,8 @@ from rl_core.errors import ConfigError, DataError, format_value
 from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
-from rl_train.data.conversations import from_text
+from rl_train.data.conversations import Messages, from_text
+from rl_train.data.image_sources import ImageSource, folder_of, image_identity, images_of_row, placed
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
 from rl_train.data.rows import JsonLines
 from rl_train.errors import reporting_errors
@@ -68,6 +69,7 @@ class RowReader(ABC, Generic[ConfigT, RecordT]):
     def __init__(self, config: ConfigT) -> None:
         self.config = config
         self._nested = config.nested_fields
+        self._folder = folder_of(getattr(config, "path", None))
         self.function = None if config.record_fn is None else load_record_function(config.record_fn)
 
     def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +85,11 @@ class RowReader(ABC, Generic[ConfigT, RecordT]):
         assert self.function is not None
         with reporting_errors(f"record_fn {self.config.record_fn}", self.function):
             return self.function(row)
+
+    def with_images(self, messages: Messages, row: Mapping[str, Any]) -> Messages:
+        """The messages of a row with its images, see `image_sources.placed`."""
+        images, key = images_of_row(row, self.config.images_key, is_named=self.config.names_images)
+        return placed(messages, images, key=key, folder=self._folder)
 
     @abstractmethod
     def records(self, row: dict[str, Any]) -> Sequence[RecordT]:
@@ -147,8 +154,7 @@ class Records(Sequence[RecordT]):
                 for part, record in enumerate(records):
                     kinds.setdefault(form.kind(record), len(self._index))
                     self._index.append((number, part))
-                    # Values that JSON cannot represent are hashed by type: a repr may contain an address of this process.
-                    seen.update(json.dumps(record, skipkeys=True, default=lambda value: type(value).__name__).encode())
+                    seen.update(json.dumps(record, skipkeys=True, default=_hashed_value).encode())
         if bad and config.on_bad_row is OnBadRow.ERROR:
             raise BadRowsError(bad, total=len(rows), rows_of=f"{len(rows)} rows of {rows.name}", remedy=SKIP_BAD_ROWS, key=key)
         self.skipped, self.reasons = len(bad), bad_row_lines(bad)
@@ -181,6 +187,11 @@ class Records(Sequence[RecordT]):
     def prompt_of(self, index: int) -> Any:
         """The prompt of the row of a record: equal for all records of the row."""
         return self._form.prompt_of(self._rows[self._index[index][0]])
+
+
+def _hashed_value(value: Any) -> str:
+    """An image, or the type of another value that JSON cannot represent: a repr may contain an address of this process."""
+    return image_identity(value) if isinstance(value, ImageSource) else type(value).__name__
 
 
 def open_rows(config: RowsConfig) -> Rows:
@@ -222,11 +233,11 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "extra_env_info": {"expected_answer": number.strip().replace(",", "")}}
 
 
-_RECORD = ("messages", "tools", "extra_env_info", "task_name", "stop_strings")
+_RECORD = ("messages", "images", "tools", "extra_env_info", "task_name", "stop_strings")
 
 
 def record(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{messages} with optional tools, extra_env_info, task_name and stop_strings: an unchanged record."""
+    """{messages} with optional images, tools, extra_env_info, task_name and stop_strings: an unchanged record."""
     if row.get("messages") is None:
         raise DataError(f"the field 'messages' is missing: the row has {sorted(row)}{form_hint(row)}")
     return {key: row[key] for key in _RECORD if row.get(key) is not None}

@@ -36,6 +36,13 @@ class RowsConfig(DatasetConfig):
         "or `alpaca`, `gsm8k`, `record` or `sharegpt`.",
     )
 
+    images_key: str | None = Field(
+        "images",
+        description="Field with the images of the row, a list or a single one. They belong to the parts `{type: image}` of the "
+        "messages without an image of their own, or in front of the first message of the user if there are none. With the "
+        "default `images`, rows may lack the field, or have it as `image`; any other field must exist. null leaves it out.",
+    )
+
     @property
     def nested_fields(self) -> tuple[str, ...]:
         """The nested fields that the keys of this section name."""
@@ -47,6 +54,11 @@ class RowsConfig(DatasetConfig):
     def names_tools(self) -> bool:
         """Whether `tools_key` names a field other than the default, which rows must then have."""
         return "tools_key" in self.changed()
+
+    @property
+    def names_images(self) -> bool:
+        """Whether `images_key` names a field other than the default, which rows must then have."""
+        return "images_key" in self.changed()
 
     def changed(self) -> set[str]:
         """The keys whose values differ from their defaults; a resolved config also states the defaults."""

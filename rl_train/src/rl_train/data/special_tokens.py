@@ -51,7 +51,42 @@ def keeps_text(tokenizer: Any) -> bool:
 
 def _names(tokenizer: Any) -> list[str]:
     """The control tokens that text may spell; a single character or white space is text in any case."""
-    return [name for name in control_tokens(tokenizer) if len(name.strip()) > 1]
+    return [name for name in (*control_tokens(tokenizer), *_media_tokens(tokenizer)) if len(name.strip()) > 1]
+
+
+def written_names(tokenizer: Any) -> Callable[[str], str]:
+    """Turns text with the names of control tokens into text with the names that this tokenizer, which may be guarded, has."""
+    names: Callable[[str], str] = vars(tokenizer).get("written_names", str)
+    return names
+
+
+@lru_cache(maxsize=16)
+def media_ids(model: str) -> Mapping[str, int]:
+    """The tokens that stand for images, video or sound, by their keys in the config of a model; empty for a model of text."""
+    file = published_file(model, "config.json") if model else None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError):
+        return {}
+    return {key: token for key, token in config.items() if _MEDIA_KEY.fullmatch(key) and isinstance(token, int)}
+
+
+_MEDIA_KEY = re.compile("(image|video|audio|vision|boi|eoi|boa|eoa).*_token_(id|index)")
+
+
+@lru_cache(maxsize=16)
+def _media_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Names of tokens with which a processor marks images, unless they are `control_tokens`."""
+    if not hasattr(tokenizer, "get_added_vocab"):
+        return ()
+    ids = set(media_ids(_model_of(tokenizer)).values()) - set(control_tokens(tokenizer).values())
+    return tuple(name for name, token in tokenizer.get_added_vocab().items() if token in ids)
+
+
+def _model_of(tokenizer: Any) -> str:
+    """The name of the model, with its revision."""
+    reader = vars(tokenizer).get("image_reader")
+    return str(vars(tokenizer).get("published", [tokenizer.name_or_path])[0] if reader is None else reader.model)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -110,8 +145,8 @@ def _guarded_copy(tokenizer: Any, _: str) -> Any:
     made = copy.copy(tokenizer)
     made._tokenizer = backend
     made._special_tokens_map = {key: new.get(str(name), name) for key, name in tokenizer._special_tokens_map.items()}
-    made.apply_chat_template = render
-    ids = {name: control_tokens(tokenizer)[name] for name in names}
+    made.apply_chat_template, made.written_names = render, _substitution(added | new)
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     # A vocabulary that does not cover a name has unknown tokens for it.
     is_text = all(token not in encode(name, made) or token == tokenizer.unk_token_id for name, token in ids.items())
     return made if is_text and all(encode(new[name], made) == encode(name, tokenizer) for name in names) else None
@@ -230,9 +265,31 @@ def _turn_tokens(tokenizer: Any, ends: set[str], added: re.Pattern[str]) -> set[
     return turns if closing.intersection(closed) else turns.union(closed)
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    if needs_parts(tokenizer, _settings(tokenizer)[1]):
+        messages = in_parts(messages)
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # whatever an expression of the template raises, such as for a system message
         return None
     return text
+
+
+def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each text as a list with one part, which some templates of models with images need."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+@lru_cache(maxsize=16)
+def needs_parts(tokenizer: Any, template: str) -> bool:
+    """Whether a template omits contents that are texts. It is an argument because that of a tokenizer may be replaced."""
+    messages = [{"role": "user", "content": _USER}]
+    try:
+        return _USER not in template_text(tokenizer, messages) and _USER in template_text(tokenizer, in_parts(messages))
+    except Exception:  # a template that cannot render this is reported when it renders a row
+        return False

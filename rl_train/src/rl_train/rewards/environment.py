@@ -10,6 +10,7 @@ from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import ConfigError, DataError
 from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.environment import Conversation
+from rl_core.interfaces.records import plain_text
 from rl_core.plugins.import_path import resolve
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.functions import RewardFunction, Rewards, Row, combine, reward_function
@@ -132,7 +133,7 @@ def row_of(log: Sequence[Mapping[str, Any]], info: Any) -> Row:
     answer = dict(answer)
     tokens = answer.pop("token_ids", ())
     return Row(
-        prompt=str(prompt[-1]["content"]) if prompt else "",
+        prompt=plain_text(prompt[-1]["content"]) if prompt else "",
         completion=str(answer["content"]),
         prompt_messages=prompt,
         messages=[*prompt, answer],

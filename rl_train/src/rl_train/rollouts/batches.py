@@ -58,7 +58,7 @@ class TrainingBatches:
     def _rows(self, datums: Sequence[Any]) -> BatchedDataDict[Any]:
         logs = [datum["message_log"] for datum in datums]
         flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
-        return BatchedDataDict(
+        rows: BatchedDataDict[Any] = BatchedDataDict(
             {
                 "input_ids": flat["token_ids"],
                 "input_lengths": lengths,
@@ -66,6 +66,9 @@ class TrainingBatches:
                 "sample_mask": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
             }
         )
+        if "images" in flat:
+            rows["images"] = flat["images"]
+        return rows
 
 
 class PreferenceBatches(TrainingBatches):

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import decode, encode
 from rl_core.environments.scorer import StepResult
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.records import Message, Observation, messages_of
 from rl_train.data.chat_template import form_for, render
+from rl_train.data.images import located
 from rl_train.data.messages import prompt_log
 from rl_train.data.special_tokens import control_tokens, decode_answers, guarded, hidden_tokens
 from rl_train.rollouts.engines import RolloutSampler
@@ -81,7 +83,10 @@ class EnvironmentDriver(RolloutDriver):
             self._add_to_prompt(rollout, observation)
         while not rollout.done:
             sampled = await engine.sample(
-                rollout.token_ids(), stop_strings=rollout.stop_strings, messages=rollout.conversation()
+                rollout.token_ids(),
+                stop_strings=rollout.stop_strings,
+                messages=rollout.conversation(),
+                images=rollout.images(),
             )
             [text] = decode_answers(self._tokenizer, [sampled.token_ids])
             self._warn_of_hidden(sampled.token_ids[:-1].tolist())
@@ -113,8 +118,12 @@ class EnvironmentDriver(RolloutDriver):
         if observation is None:
             return
         messages = [*rollout.conversation(), *messages_of(observation)]
-        log = prompt_log(messages, self._tokenizer, tools=rollout.tools, prefill=rollout.prefill)
-        rollout.message_log = [{**message, "token_ids": part["token_ids"]} for message, part in zip(messages, log, strict=True)]
+        images = rollout.images() or ()
+        log = prompt_log(messages, self._tokenizer, tools=rollout.tools, prefill=rollout.prefill, images=images)
+        rollout.message_log = [
+            {**message, **{key: part[key] for key in ("token_ids", "images") if key in part}}
+            for message, part in zip(messages, log, strict=True)
+        ]
         if rollout.num_tokens() >= self._max_total_length:
             raise StepFailedError(
                 DataError(
@@ -139,7 +148,7 @@ class EnvironmentDriver(RolloutDriver):
         elif prompt.continues:
             rollout.add_observation(result.observation, prompt.token_ids)
         else:
-            rollout.start_segment(result.observation, prompt.token_ids)
+            rollout.start_segment(result.observation, prompt.token_ids, prompt.images)
 
 
 def describe_hidden(tokenizer: Any, hidden: Collection[int]) -> str:
@@ -291,6 +300,8 @@ class NextPrompt:
     """[T] int64: the tokens after those of the current segment, or all tokens of a new segment."""
     continues: bool
     """Whether the current segment continues."""
+    images: Sequence[RowImage] = ()
+    """The images in the tokens of a new segment."""
 
 
 class History(ABC):
@@ -353,10 +364,13 @@ class Rendered(History):
         messages = [*rollout.conversation(), *messages_of(observation)]
         tokenizer = guarded(self._tokenizer, messages, rollout.tools)
         form = form_for(messages, tokenizer, tools=rollout.tools)
-        text = render(messages, tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools)
-        return prompt_after(rollout.token_ids(), text, tokenizer) or NextPrompt(
-            token_ids=torch.tensor(encode(text, tokenizer), dtype=torch.int64), continues=False
-        )
+        images = rollout.images() or ()
+        text = render(messages, tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools, images=images)
+        if (prompt := prompt_after(rollout.token_ids(), text, tokenizer)) is not None:
+            return prompt
+        tokens = encode(text, tokenizer)
+        placed = located(images, tokens)
+        return NextPrompt(token_ids=torch.tensor(tokens, dtype=torch.int64), continues=False, images=placed)
 
 
 def prompt_after(token_ids: torch.Tensor, text: str, tokenizer: Any) -> NextPrompt | None:

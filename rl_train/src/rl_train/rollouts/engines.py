@@ -13,6 +13,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import SETS, SampledSets
+from rl_core.data.images import RowImage
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.records import Message
 from rl_core.testing.outputs.models import RightRow, checked_generation, generated, right_row
@@ -37,6 +38,8 @@ class TurnRequest:
     """The rollout's index among those that run together."""
     messages: list[Message]
     """The conversation so far, for engines that read messages instead of token ids."""
+    images: list[RowImage] | None = None
+    """The images in the tokens."""
     max_new_tokens: int | None = None
     """Maximum number of new tokens; None for the engine's own limit."""
     on_tokens: Callable[[SampledTurn], None] | None = None
@@ -268,6 +271,7 @@ class RolloutSampler:
         *,
         stop_strings: list[str] | None = None,
         messages: Sequence[Message] = (),
+        images: list[RowImage] | None = None,
         max_new_tokens: int | None = None,
         on_tokens: Callable[[SampledTurn], None] | None = None,
     ) -> SampledTurn:
@@ -277,6 +281,7 @@ class RolloutSampler:
             token_ids: [T] all tokens so far.
             stop_strings: strings that end the turn.
             messages: the conversation so far, for engines that read messages.
+            images: the images in the tokens.
             max_new_tokens: maximum number of new tokens, only for an engine that samples rows; by default the engine's limit.
             on_tokens: called with all tokens so far when there are new ones, only by an engine that streams tokens.
 
@@ -293,6 +298,7 @@ class RolloutSampler:
             prompt_id=self._ordinal,
             position=self._position,
             messages=list(messages),
+            images=images,
             max_new_tokens=max_new_tokens,
             on_tokens=on_tokens,
         )
@@ -322,6 +328,8 @@ def _prompts(
         batch["sampling"] = [{SETS: True}] * len(requests)
     if with_messages:
         batch["messages"] = [request.messages for request in requests]
+    if any(request.images for request in requests):
+        batch["images"] = [request.images for request in requests]
     return batch
 
 

@@ -2,7 +2,7 @@
 
 Recorded rollouts can be trained on again. A resumed run trains on the groups in its checkpoint, instead of sampling them again:
 `groups.json` has everything but the tensors, and `groups.safetensors` one tensor for each dtype, with all tensors of that dtype
-one after the other, so that log-probabilities are exact.
+one after the other, so that log-probabilities are exact. `images.safetensors` has the tensors of each image once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.images import ImageInputs, RowImage
+from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.records import plain_text
 from rl_core.testing.outputs.environment import metrics_checked
+from rl_train.data.images import TextImage
+from rl_train.data.messages import images_of
 from rl_train.rollouts.trajectory import MessageLog, Trajectory, is_sampled, log_token_ids, sampled_mask
 
 EXPECTED_KEYS = ("expected_answer", "ground_truth")
@@ -58,7 +63,7 @@ def rollout_records(
                 "ordinal": trajectory.ordinal,
                 "group": trajectory.group_id,
                 "sample": trajectory.sample,
-                "prompt": "".join(message["content"] for message in log[:first]),
+                "prompt": "".join(plain_text(message["content"]) for message in log[:first]),
                 "completion": "".join(texts),
                 "turn_texts": texts if len(texts) > 1 else None,
                 "messages": trajectory.conversation(),
@@ -82,6 +87,7 @@ def rollout_records(
                 "turn_versions": [message["weight_version"] for message in sampled],
                 "token_versions": _mixed_versions(sampled),
                 "loss_multiplier": trajectory.loss_multiplier,
+                **({"images": images} if any(images := [_image_records(each) for each in segments]) else {}),
             }
         )
     return records
@@ -93,7 +99,12 @@ def recorded_rollout(record: Mapping[str, Any], reward_weights: Mapping[str, flo
     Args:
         record: of `rollout_records`, also from JSON.
         reward_weights: weights of named rewards that are not 1.
+
+    Raises:
+        DataError: it has images, which records only refer to.
     """
+    if record.get("images"):
+        raise DataError("a recorded rollout has images, whose pixels are not recorded, so it cannot be replayed")
     whole = {
         "tokens": record["prompt_tokens"] + record["tokens"],
         "turns": [0] * len(record["prompt_tokens"]) + [1] * len(record["tokens"]),
@@ -154,6 +165,11 @@ def _mixed_versions(sampled: Sequence[Mapping[str, Any]]) -> list[list[int] | No
     turns = [message.get("token_versions") for message in sampled]
     mixed = [None if each is None or bool((each == each[:1]).all()) else each.tolist() for each in turns]
     return mixed if any(mixed) else None
+
+
+def _image_records(log: MessageLog) -> list[dict[str, Any]]:
+    """The places of the images of a segment, without their tensors."""
+    return [{"digest": image.digest, "start": image.start, "length": image.length} for image in images_of(log) or ()]
 
 
 def _segment_record(log: MessageLog) -> dict[str, Any]:
@@ -288,8 +304,8 @@ def _are_equal(group: Sequence[Mapping[str, float]]) -> bool:
     return True
 
 
-_JSON, _TENSORS = "groups.json", "groups.safetensors"
-_TENSOR = "$tensor"
+_JSON, _TENSORS, _IMAGES = "groups.json", "groups.safetensors", "images.safetensors"
+_TENSOR, _IMAGE = "$tensor", "$image"
 _log = logging.getLogger("rlcore")
 
 
@@ -337,6 +353,8 @@ def save_groups(folder: Path, groups: Sequence[FinishedGroup], limits: Mapping[s
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _JSON).write_text(json.dumps({"limits": dict(limits), "groups": saved}), encoding="utf-8")
         save_file(tensors.joined(), folder / _TENSORS)
+        if tensors.images:
+            save_file(tensors.images, folder / _IMAGES)
 
 
 def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
@@ -353,12 +371,16 @@ def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
         _log.info("the finished groups of the checkpoint are sampled again, because the settings of rollouts have changed")
         return []
     tensors = load_file(folder / _TENSORS)
+    images: defaultdict[str, ImageInputs] = defaultdict(ImageInputs)
+    for key, tensor in load_file(folder / _IMAGES).items() if (folder / _IMAGES).is_file() else ():
+        digest, _, name = key.partition(" ")
+        images[digest][name] = tensor
     return [
         FinishedGroup(
             ordinal=group["ordinal"],
             began=group["began"],
             accepted=group["accepted"],
-            rows=[Trajectory(**_restored(row, tensors)) for row in group["rows"]],
+            rows=[Trajectory(**_restored(row, tensors, images)) for row in group["rows"]],
         )
         for group in content["groups"]
     ]
@@ -366,19 +388,24 @@ def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
 
 @dataclass
 class _Tensors:
-    """Tensors [n] joined by dtype."""
+    """Tensors [n] joined by dtype, and those of images."""
 
+    images: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the digest of the image and its name, with a space between them."""
     _parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
 
     def put(self, value: Any) -> Any:
-        """The value, in which each tensor is replaced by `{"$tensor": [dtype, start, stop]}`."""
+        """The value, in which each tensor is `{"$tensor": [dtype, start, stop]}`, and each image its other fields."""
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
             start = self._sizes.get(dtype, 0)
             self._sizes[dtype] = start + value.numel()
             self._parts.setdefault(dtype, []).append(value)
             return {_TENSOR: [dtype, start, self._sizes[dtype]]}
+        if isinstance(value, RowImage):
+            self.images |= {f"{value.digest} {name}": tensor.contiguous() for name, tensor in value.inputs.items()}
+            return {_IMAGE: {each.name: getattr(value, each.name) for each in fields(value) if each.name != "inputs"}}
         if isinstance(value, Mapping):
             return {key: self.put(each) for key, each in value.items()}
         return [self.put(each) for each in value] if isinstance(value, list) else value
@@ -387,10 +414,13 @@ class _Tensors:
         return {dtype: torch.cat(parts) for dtype, parts in self._parts.items()}
 
 
-def _restored(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _restored(value: Any, tensors: Mapping[str, torch.Tensor], images: Mapping[str, ImageInputs]) -> Any:
     if isinstance(value, dict):
+        if value.keys() == {_IMAGE}:
+            kind: Any = TextImage if "text" in value[_IMAGE] else RowImage
+            return kind(**value[_IMAGE], inputs=images[value[_IMAGE]["digest"]])
         if value.keys() == {_TENSOR}:
             dtype, start, stop = value[_TENSOR]
             return tensors[dtype][start:stop].clone()
-        return {key: _restored(each, tensors) for key, each in value.items()}
-    return [_restored(each, tensors) for each in value] if isinstance(value, list) else value
+        return {key: _restored(each, tensors, images) for key, each in value.items()}
+    return [_restored(each, tensors, images) for each in value] if isinstance(value, list) else value

@@ -22,16 +22,18 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import SETS, SampledSets, joined_sets
+from rl_core.data.images import RowImage, prompt_identity
 from rl_core.data.schema import pad_value
 from rl_core.dispatch.replica_rows import padding_rows
 from rl_core.errors import UserError
 from rl_core.interfaces.records import MESSAGE_KEYS, Message, Observation, ToolSpec, messages_of
+from rl_train.data.messages import images_of
 from rl_train.files import format_size
 from rl_train.tools.parsers import SampledMessage, ToolCallParser, parse_message
 
 MessageLog = list[dict[str, Any]]
-_OF_SAMPLED = ("generation_logprobs", "weight_version", "token_versions", "turn", SETS)
-"""Keys of a sampled message that it only has in the segment in which it was sampled."""
+_OF_TOKENS = ("generation_logprobs", "weight_version", "token_versions", "turn", SETS, "images")
+"""Keys of a message that it only has in the segment in which its tokens are."""
 
 _COUNTERS = ("retries", "restarts", "environment_wait_s", "environment_step_s")
 """Fields that a rollout keeps if it begins again."""
@@ -42,9 +44,9 @@ class Trajectory:
     """An unfinished or finished conversation; the tokens of its segments are the training sequences."""
 
     message_log: MessageLog
-    """The current segment: messages with `role`, `content`, `token_ids` [T]; those that were sampled in it also with
-    `generation_logprobs` [T], `weight_version`, `token_versions` [T] or None, `turn` (from 1) and, if they were requested,
-    `sampled_sets`."""
+    """The current segment: messages with `role`, `content`, `token_ids` [T], and `images` of these tokens, a list of
+    `RowImage`, if there are any; those that were sampled in it also with `generation_logprobs` [T], `weight_version`,
+    `token_versions` [T] or None, `turn` (from 1) and, if they were requested, `sampled_sets`."""
     earlier_segments: list[MessageLog] = field(default_factory=list)
     """Message logs of the segments before the current one."""
     metadata: Any
@@ -113,6 +115,10 @@ class Trajectory:
         """[T] int64, the tokens of the current segment, which the model reads before its next turn."""
         return log_token_ids(self.message_log)
 
+    def images(self) -> list[RowImage] | None:
+        """The images in the tokens of the current segment; None without any."""
+        return images_of(self.message_log)
+
     def num_tokens(self) -> int:
         """T, number of tokens of the current segment."""
         return sum(message["token_ids"].numel() for message in self.message_log)
@@ -167,20 +173,23 @@ class Trajectory:
             ids = token_ids if number == len(messages) else token_ids[:0]
             self.message_log.append({**message, "token_ids": ids})
 
-    def start_segment(self, observation: Observation, token_ids: torch.Tensor) -> None:
+    def start_segment(self, observation: Observation, token_ids: torch.Tensor, images: Sequence[RowImage] = ()) -> None:
         """Append what the model reads next and start a new segment.
 
         Args:
             observation: the new messages.
             token_ids: [T] all tokens that the model reads before its next turn.
+            images: the images in these tokens.
         """
         self.earlier_segments.append(self.message_log)
         none = token_ids[:0]
         self.message_log = [
-            {key: value for key, value in message.items() if key not in _OF_SAMPLED} | {"token_ids": none}
+            {key: value for key, value in message.items() if key not in _OF_TOKENS} | {"token_ids": none}
             for message in self.message_log
         ]
         self.add_observation(observation, token_ids)
+        if images:
+            self.message_log[-1]["images"] = list(images)
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
         """Add the rewards of one turn."""
@@ -238,6 +247,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
         return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True, padding_value=pad_value(key))
 
     versions = repeated([message.get("weight_version", -1) for message in messages], torch.int64)
+    images = {"images": list(map(images_of, logs))} if any("images" in message for message in messages) else {}
     return BatchedDataDict(
         {
             "input_ids": padded("input_ids", log_token_ids(messages)),
@@ -264,6 +274,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "message_log": logs,
             "extra_env_info": [rollout.metadata for rollout in of_row],
             **_sampled_sets(logs),
+            **images,
         }
     )
 
@@ -325,17 +336,23 @@ def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
             continue
         end = next((i for i, message in enumerate(first) if is_sampled(message)), len(first))
         prompt = log_token_ids(first[:end]) if end else torch.zeros(0, dtype=torch.int64)
+        seen = _images_within(first, len(prompt))
         for number, log in enumerate(later):
             unique_id = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
-            ids.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else unique_id)
+            is_same = torch.equal(log_token_ids(log)[: len(prompt)], prompt) and seen == _images_within(log, len(prompt))
+            ids.append(rollout.ordinal if is_same else unique_id)
     return ids
+
+
+def _images_within(log: MessageLog, length: int) -> tuple[tuple[int, str], ...]:
+    return prompt_identity([image for image in images_of(log) or () if image.end <= length])
 
 
 def _oldest_version(log: MessageLog) -> int:
     return min((message["weight_version"] for message in log if "weight_version" in message), default=-1)
 
 
-_OF_SEGMENT = ("input_lengths", "prompt_id", "weight_version", "message_log", SETS)
+_OF_SEGMENT = ("input_lengths", "prompt_id", "weight_version", "message_log", SETS, "images")
 """Columns without a token axis that differ between the segments of a rollout."""
 
 

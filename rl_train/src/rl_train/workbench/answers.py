@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.records import plain_text
 from rl_core.testing.environments.checks import WRONG_ANSWERS, EnvironmentTrial, TrialRow
 from rl_core.testing.promises import Found
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
@@ -194,7 +195,7 @@ class _SourceCheck:
         }
         self._of_others = [by_answer[answer] for answer in expected]
         results = [*by_answer.values()]
-        results.append(self._paid("the question", [str(each.row.messages[-1]["content"]) for each in self._solved]))
+        results.append(self._paid("the question", [plain_text(each.row.messages[-1]["content"]) for each in self._solved]))
         most, best = max(results, key=lambda each: each.paid / max(each.rows, 1)), max(results, key=lambda each: each.mean)
         if most.is_on_most:
             problem = (
@@ -240,7 +241,7 @@ class _SourceCheck:
     def _constant_answers_without_expected(self) -> tuple[DiagnosisStatus, str]:
         in_forms = [form.format(answer) for form in ANSWER_FORMS[1:] for answer in ("0", "1", "yes")]
         answers = {repr(_cut(answer)): [answer] * len(self._rows) for answer in (*CONSTANTS, *in_forms)}
-        answers["the question"] = [str(row.messages[-1]["content"]) for row in self._rows]
+        answers["the question"] = [plain_text(row.messages[-1]["content"]) for row in self._rows]
         means = {}
         for label, texts in answers.items():
             rewards = [reward for reward in self._rewards(self._rows, texts) if reward is not None]

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.records import plain_text
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import LocalRollouts, TrialRow
@@ -135,8 +136,11 @@ def _metadata(record: Mapping[str, Any], sources: Sequence[Source | None], step:
     index = record["index"]
     for source in sources:
         original = source.records[index] if source is not None and index < len(source.records) else None
-        prompt = [message["content"] for message in without_answer(original["messages"])] if original is not None else None
-        if original is not None and prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
+        prompt = (
+            [plain_text(each["content"]) for each in without_answer(original["messages"])] if original is not None else None
+        )
+        recorded = [plain_text(message["content"]) for message in record["messages"]]
+        if original is not None and prompt and prompt == recorded[: len(prompt)]:
             return copy.deepcopy(original.get("extra_env_info"))
     names = ", ".join(source.name for source in sources if source is not None) or "the config, which has no such data"
     raise DataError(
