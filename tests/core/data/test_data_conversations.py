@@ -51,8 +51,8 @@ def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
         ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "in the old format"),
         ({"role": "human", "content": "a"}, "role 'human': expected one of system, developer, user, assistant, tool"),
         (
-            {"role": "user", "content": [{"type": "image_url", "image_url": "a"}]},
-            "part of type 'image_url': images are not supported yet",
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}]},
+            "part of type 'input_audio': only text and images are supported",
         ),
         ({"role": "user", "content": ["a"]}, "part of type 'str'"),
         ({"role": "user", "content": 3}, "has the content 3"),

@@ -64,7 +64,7 @@ BROKEN = {
     ),
     "an image": (
         changed(observations=[SAID, {**SAID, "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
-        "the observation of row 1 has a part of type 'image_url': images are not supported yet",
+        "the observation of row 1 has a part of type 'image_url': images are only supported in prompts and training data",
     ),
     "an empty list of messages": (changed(observations=[SAID, []]), "an empty list as observation of row 1"),
     "a text in a list of messages": (changed(observations=[[SAID, "b"], SAID]), "'b' as message 1 of the observation of row 0"),

@@ -50,7 +50,9 @@ def refuse_backends_without_images(config: RunConfig, registry: Registry, *, tra
     Raises:
         ConfigError: one of them cannot.
     """
-    used: list[tuple[KeyPath, Kind, str]] = [((name,), Kind.POLICY, model.backend) for name, model in models_of(config).items() if trains]
+    used: list[tuple[KeyPath, Kind, str]] = [
+        ((name,), Kind.POLICY, model.backend) for name, model in models_of(config).items() if trains
+    ]
     if config.policy.generation is not None and (config.algorithm.runtime_needs.samples or not trains):
         used.append((("policy", "generation"), Kind.GENERATION, config.policy.generation.backend))
     for key, kind, backend in used:

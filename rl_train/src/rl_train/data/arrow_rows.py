@@ -138,12 +138,20 @@ def _may_change(kind: Any) -> bool:
 
 
 def _undecoded(table: Any) -> Any:
-    """A table that does not decode images and audio: they are not used, and decoding needs packages and time."""
-    json = _library().Json
+    """A table that does not decode images and audio: audio is not used, and images are decoded when their row is tokenized."""
     for name, kind in table.features.items():
-        if hasattr(kind, "decode") and not isinstance(kind, json):
-            table = table.cast_column(name, replace(kind, decode=False))
+        if (file := _as_file(kind)) != kind:
+            table = table.cast_column(name, file)
     return table
+
+
+def _as_file(kind: Any) -> Any:
+    """The type of a column whose images and audio, also nested ones, are their files."""
+    if isinstance(kind, dict):
+        return {key: _as_file(each) for key, each in kind.items()}
+    if hasattr(kind, "decode") and not isinstance(kind, _library().Json):
+        return replace(kind, decode=False)
+    return replace(kind, feature=_as_file(kind.feature)) if hasattr(kind, "feature") else kind
 
 
 def _nested(features: Mapping[str, Any]) -> dict[str, Any]:

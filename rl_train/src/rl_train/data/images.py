@@ -21,14 +21,15 @@ from rl_core.data.hub import pretrained_location, published_file, read_model_con
 from rl_core.data.images import ImageInputs, RowImage
 from rl_core.data.tokenizer import encode
 from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.interfaces.records import plain_text
 from rl_train.config.data_sections import ImagesConfig
-from rl_train.data.image_sources import ImageSource, image_parts, source_of
+from rl_train.data.image_sources import ImageSource, image_parts, source_of, with_image_parts
 from rl_train.data.special_tokens import media_ids, written_names
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _INSTALL = "pip install 'rl-train[images]'"
 
 
@@ -267,21 +268,27 @@ def read_images(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[
     Raises:
         DataError: The tokenizer has no reader, or a picture cannot be read.
     """
-    parts = image_parts(messages)
+    read = [_joined(message) for message in messages]
+    parts = image_parts(read)
     if not parts:
-        return [dict(message) for message in messages], []
+        return read, []
     reader = vars(tokenizer).get("image_reader")
     if reader is None:
         raise DataError("it has images, which are read only by runs, not with a tokenizer alone: see docs/images.md")
-    sources = [source_of(part.get("image", part), f"image {number}") for number, part in enumerate(parts)]
+    sources = [source_of(part["image"], f"image {number}") for number, part in enumerate(parts)]
     images = reader.read(sources, tokenizer)
     written = iter([_reference(source, image) for source, image in zip(sources, images, strict=True)])
-    return [
-        {**message, "content": [next(written) if part.get("type") == "image" else part for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else dict(message)
-        for message in messages
-    ], images
+    for message in read:
+        if isinstance(message.get("content"), list):
+            message["content"] = [next(written) if part["type"] == "image" else part for part in message["content"]]
+    return read, images
+
+
+def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of any dataset, whose content is a text, or a list of parts if it has images."""
+    content = message.get("content")
+    parts = with_image_parts(content, f"a message of the role {message.get('role')!r}")
+    return {**message, "content": plain_text(content) if parts is None and isinstance(content, list) else parts or content}
 
 
 def _reference(source: ImageSource, image: TextImage) -> dict[str, Any]:
