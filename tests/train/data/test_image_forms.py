@@ -334,5 +334,5 @@ def test_a_model_of_text_is_refused(tmp_path, tokenizer):
 
 def test_a_model_without_processor_files_is_refused(tmp_path, model, tokenizer):
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    with pytest.raises(ConfigError, match="needs its preprocessor_config.json"):
+    with pytest.raises(ConfigError, match=r"needs its preprocessor_config.json"):
         ImageReader(str(tmp_path), ImagesConfig()).read([ImageSource(png())], tokenizer)

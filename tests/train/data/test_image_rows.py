@@ -1,7 +1,5 @@
 """Rows with images: their tokens are those of the model's own processor, and batches have the tensors of each image."""
 
-import copy
-import pickle
 from pathlib import Path
 
 import pytest
@@ -9,13 +7,11 @@ import torch
 from PIL import Image
 from tiny_processors import FAMILIES, own_processor, write_processor
 
-from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import load_tokenizer
 from rl_train.config.data_sections import ImagesConfig
 from rl_train.data.images import ImageReader
 from rl_train.data.messages import message_log_to_flat_messages
-from rl_train.data.processors import conversation_datum, preference_datum, prompt_datum
-from rl_train.data.row_sections import OnTooLong
+from rl_train.data.processors import conversation_datum, prompt_datum
 
 SIZES = {"wide.png": (100, 30), "square.png": (50, 50), "tall.png": (20, 61), "tiny.png": (8, 8)}
 

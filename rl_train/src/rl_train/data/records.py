@@ -334,7 +334,8 @@ class BadRow:
     @classmethod
     def of(cls, location: str, error: DataError) -> BadRow:
         """The row at a location, for which an error was raised and caught."""
-        frames = traceback.walk_tb(error.__traceback__)
+        inner = error.__cause__.__traceback__ if isinstance(error.__cause__, DataError) else None  # of one image of the row
+        frames = [*traceback.walk_tb(error.__traceback__), *traceback.walk_tb(inner)]
         return cls(
             location=location,
             reason=str(error),
