@@ -58,6 +58,15 @@ def rlcore_losses() -> list[Component]:
         _policy_gradient("dr_grpo", "DrGRPOLossConfig", "Dr. GRPO policy gradient: sequence sums divided by a constant"),
         _policy_gradient("gspo", "GSPOLossConfig", "GSPO policy gradient: one clipped ratio per sequence"),
         _policy_gradient("cispo", "CISPOLossConfig", "CISPO policy gradient: clipped ratios as weights"),
+        _trust_region("dppo", "DPPO", "DPPO policy gradient: drops tokens whose probability has moved too far"),
+        _trust_region("sapo", "SAPO", "SAPO policy gradient: a sigmoid of the ratio instead of a clip"),
+        _trust_region("gmpo", "GMPO", "GMPO policy gradient: the geometric mean of clipped ratios"),
+        _trust_region("vespo", "VESPO", "VESPO policy gradient: a smooth weight of the ratio of the whole sequence"),
+        _trust_region(
+            "gspo_sequence", "GSPOSequence", "GSPO policy gradient with one advantage per sequence", config="config:GSPO"
+        ),
+        _trust_region("clip_cov", "ClipCov", "Clip-Cov policy gradient: some tokens of high covariance have no gradient"),
+        _trust_region("kl_cov", "KLCov", "KL-Cov policy gradient: a KL penalty on the tokens of highest covariance"),
         _preference("dpo", "DPO", "DPO preference loss against a reference policy; with label smoothing, cDPO"),
         _preference("ipo", "IPO", "IPO preference loss: a bounded margin against a reference policy"),
         _preference("dpo_hinge", "Hinge", "Hinge preference loss on the margin against a reference policy"),
@@ -100,6 +109,16 @@ def _policy_gradient(name: str, config: str, summary: str) -> Component:
         name,
         target="rl_train.algorithms.losses.policy_gradient:ClippedPGLossFn",
         config=f"rl_train.algorithms.losses.config:{config}",
+        summary=summary,
+    )
+
+
+def _trust_region(name: str, of: str, summary: str, *, config: str | None = None) -> Component:
+    """A policy gradient loss with a term of its own."""
+    return Component(
+        name,
+        target=f"rl_train.algorithms.losses.trust_regions:{of}LossFn",
+        config=f"rl_train.algorithms.losses.{config or f'trust_region_configs:{of}'}LossConfig",
         summary=summary,
     )
 

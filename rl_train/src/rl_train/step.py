@@ -111,6 +111,7 @@ def optimize(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]]
     with run.timed("train"):
         run.free_memory_for(run.policy)
         rows = split_segments(batch)
+        rows = BatchedDataDict[Any]({**rows, **run.loss_fn.batch_columns(rows)})
         run.policy.prepare_for_training()
         if train is not None:
             result = train(rows)

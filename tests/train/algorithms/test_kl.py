@@ -8,6 +8,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.losses.kl import calculate_kl
+from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.rewards import kl_in_reward
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -31,27 +32,66 @@ def test_k2_and_k3_are_never_negative_and_zero_between_equals(kl_type):
     assert calculate_kl(p, p, kl_type).abs().max() == 0
 
 
-def test_the_gradient_of_k2_is_that_of_the_divergence():
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    logp = logits.log_softmax(-1)
-    # E_p[k2]'s gradient, with the sampling distribution held fixed as a sampler holds it.
-    (logp.exp().detach() * calculate_kl(logp, Q.log(), "k2")).sum().backward()
-    found = logits.grad.clone()
-    logits.grad = None
-    logp = logits.log_softmax(-1)
-    (logp.exp() * (logp - Q.log())).sum().backward()
-    assert torch.allclose(found, logits.grad, atol=1e-12)
+def kl(p, q):
+    """KL(p || q) of distributions given by their log-probabilities."""
+    return (p.exp() * (p - q)).sum()
 
 
-def test_the_gradient_of_k3_is_that_of_the_divergence_from_the_reference():
-    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
-    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    logprobs = logits.log_softmax(0)
-    # Expectation over the policy's own samples, by enumeration.
-    in_expectation = (logprobs.exp().detach() * calculate_kl(logprobs, reference, "k3")).sum()
-    [found] = torch.autograd.grad(in_expectation, logits, retain_graph=True)
-    [expected] = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), logits)
-    torch.testing.assert_close(found, expected)
+def penalty_in_loss(kl_type):
+    """The expected term of the KL option in the loss, over all tokens that the policy can sample."""
+
+    def expected(logprobs, reference):
+        config = ClippedPGLossConfig(
+            reference_policy_kl_penalty=1.0, reference_policy_kl_type=kl_type, kl_output_clamp_value=None
+        )
+        loss_fn = ClippedPGLossFn(config)
+        loss_fn.on_policy = True
+        one = torch.ones(1, dtype=torch.float64)
+
+        def row(token):
+            columns = {"advantages": 0 * one, "generation_logprobs": logprobs[token].detach() * one}
+            data = {"token_mask": one, "reference_policy_logprobs": reference[token] * one}
+            rows = {key: column.unsqueeze(0) for key, column in (columns | data).items()}
+            return loss_fn(logprobs[token].view(1, 1), BatchedDataDict({**rows, "sample_mask": one}), one[0], one[0])[0]
+
+        return sum(logprobs[token].exp().detach() * row(token) for token in range(len(logprobs)))
+
+    return expected
+
+
+def penalty_in_reward(logprobs, reference):
+    """The policy gradient of a reward that has the KL option as a cost."""
+    return (logprobs.exp().detach() * cost_of_a_run(logprobs.detach(), reference) * logprobs).sum()
+
+
+def entropy_bonus(logprobs, reference):
+    """The expected gradient of `-log p` of sampled tokens."""
+    return (logprobs.exp().detach() * -logprobs).sum()
+
+
+KL_OPTIONS = {
+    "k3 in the loss, the default: KL(reference, policy)": (penalty_in_loss(None), lambda p, q: kl(q, p)),
+    "k2 in the loss: KL(policy, reference)": (penalty_in_loss("k2"), kl),
+    "k1 in the reward, the default: KL(policy, reference)": (penalty_in_reward, kl),
+    "-log p of sampled tokens: nothing": (entropy_bonus, lambda p, q: 0.0 * p.sum()),
+}
+
+
+@pytest.mark.parametrize("option", KL_OPTIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_kl_option_has_the_gradient_of_the_divergence_that_the_documentation_names(option, seed):
+    penalty, divergence = KL_OPTIONS[option]
+    generator = torch.Generator().manual_seed(seed)
+    reference, theta = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    theta.requires_grad_()
+
+    def gradient(term):
+        return torch.autograd.grad(term(theta.log_softmax(0), reference.log_softmax(0)), theta)[0]
+
+    # Sums of 6 float64 terms.
+    torch.testing.assert_close(gradient(penalty), gradient(divergence), rtol=0.0, atol=1e-12)
+    # The gradients of the two divergences differ, so the comparison tells them apart.
+    assert float((gradient(kl) - gradient(lambda p, q: kl(q, p))).norm()) > 0.01
 
 
 @pytest.mark.parametrize(("lost", "has_gradient"), [(2.0, True), (2.6, True), (2.7, False)])

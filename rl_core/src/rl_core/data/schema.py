@@ -93,6 +93,7 @@ _TABLE = (
     _rows("weight_version", "int64", "optimizer steps", "generation", "Oldest version of the weights that sampled the row."),
     _tokens("token_versions", "int64", "optimizer steps", "generation", "Weight version of sampled tokens; -1 on others."),
     _tokens("stale_mask", "float32", "", "algorithms", "1 on trained tokens that older weights sampled, else 0."),
+    _tokens("high_covariance", "float32", "", "losses", "1 on tokens whose covariance of advantage and log-prob is high."),
     _tokens("token_turns", "int64", "turns", "rollouts", "Turn that sampled each token, from 1; 0 on other tokens."),
     _tokens("comparison", "float32", "", "training checks", "1 where scores may be compared with training, 2 also the engine."),
     _rows("row_numbers", "int64", "", "training checks", "Number of the row, from 1; negative if it has no gradient."),

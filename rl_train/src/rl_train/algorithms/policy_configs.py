@@ -18,6 +18,7 @@ from rl_train.algorithms.losses.config import (
     ClippedPGLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
+    PolicyGradientLossConfig,
     PreferenceLossConfig,
 )
 from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
@@ -147,7 +148,7 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
                 "would not learn from rewards. Use a policy-gradient loss.",
             )
 
-        to_sampler = isinstance(run.loss_fn, ClippedPGLossConfig) and run.loss_fn.ratio_to == "sampler"
+        to_sampler = isinstance(run.loss_fn, PolicyGradientLossConfig) and run.loss_fn.ratio_to == "sampler"
         if to_sampler and not self.skip_logprobs_when_on_policy:
             yield (
                 (run.algorithm_name, "skip_logprobs_when_on_policy"),
@@ -155,7 +156,7 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
             )
 
     def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        adaptive = run.loss_fn.adaptive_kl if isinstance(run.loss_fn, ClippedPGLossConfig) else None
+        adaptive = run.loss_fn.adaptive_kl if isinstance(run.loss_fn, PolicyGradientLossConfig) else None
         if adaptive is not None and MAX_KL_ERROR * self.rows_per_step >= adaptive.horizon:
             yield (
                 ("loss_fn", "adaptive_kl", "horizon"),
@@ -345,7 +346,7 @@ class GRPOConfig(PolicyGradientConfig):
                 "dynamic sampling draws as many prompts per step as it needs, so an epoch is not a fixed number of steps. "
                 "Set only max_num_steps.",
             )
-        if isinstance(loss, ClippedPGLossConfig) and loss.use_kl_in_reward and self.adv_estimator.name == "gdpo":
+        if isinstance(loss, PolicyGradientLossConfig) and loss.use_kl_in_reward and self.adv_estimator.name == "gdpo":
             yield (
                 ("loss_fn", "use_kl_in_reward"),
                 "adv_estimator gdpo normalizes several rewards separately, so there is no single reward to subtract the KL "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.losses.config import MAX_KL_ERROR, AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.algorithms.losses.config import MAX_KL_ERROR, AdaptiveKLConfig, PolicyGradientLossConfig
 from rl_train.algorithms.losses.kl import reference_kl
 from rl_train.algorithms.policy_configs import PolicyGradientConfig, RewardScalingConfig
 from rl_train.config.schema import LossConfig, RunConfig
@@ -146,7 +146,7 @@ class KLInReward:
 
     required_keys = frozenset({"prev_logprobs", "reference_policy_logprobs"})
 
-    def __init__(self, config: ClippedPGLossConfig) -> None:
+    def __init__(self, config: PolicyGradientLossConfig) -> None:
         self._config = config
         weight, adaptive = config.reference_policy_kl_penalty, config.adaptive_kl
         self.controller = None if adaptive is None else AdaptiveKLController(adaptive, weight=weight)
@@ -186,7 +186,7 @@ class NoPenalty:
 
 def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
     """The KL penalty in the reward of a section `loss_fn`; None if it has none."""
-    if isinstance(loss_fn, ClippedPGLossConfig) and loss_fn.use_kl_in_reward:
+    if isinstance(loss_fn, PolicyGradientLossConfig) and loss_fn.use_kl_in_reward:
         return KLInReward(loss_fn)
     return None
 

@@ -8,7 +8,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rl_core.config.diagnostics import KeyPath
-from rl_train.algorithms.losses.config import ClippedPGLossConfig, DistillationLossConfig, NLLLossConfig, PreferenceLossConfig
+from rl_train.algorithms.losses.config import (
+    DistillationLossConfig,
+    NLLLossConfig,
+    PolicyGradientLossConfig,
+    PreferenceLossConfig,
+)
 from rl_train.algorithms.policy_configs import RolloutAlgorithmConfig
 from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.config.rules.components import validates
@@ -74,7 +79,7 @@ class DPOConfig(PairsConfig):
     default_loss: ClassVar[str] = "dpo"
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig):
+        if isinstance(run.loss_fn, PolicyGradientLossConfig | NLLLossConfig):
             yield (
                 ("loss_fn", "name"),
                 f"{run.loss_fn.name} does not use pairs of answers, so dpo cannot use it. Use dpo, ipo, dpo_hinge, simpo or "
@@ -129,7 +134,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         loss, generation = run.loss_fn, run.policy.generation
-        if isinstance(loss, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
+        if isinstance(loss, PolicyGradientLossConfig | NLLLossConfig | PreferenceLossConfig):
             yield (
                 ("loss_fn", "name"),
                 f"{loss.name} does not use a teacher, so {run.algorithm_name} cannot use it. Use distillation.",

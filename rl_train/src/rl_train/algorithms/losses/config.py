@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -26,22 +26,9 @@ class AdaptiveKLConfig(Section):
     """Number of answers over which the weight adapts: a step of n answers changes it by at most 20 % times n / horizon."""
 
 
-class ClippedPGLossConfig(LossConfig):
-    """Clipped policy-gradient loss with optional KL penalty and correction for numerical differences to the sampler."""
+class PolicyGradientLossConfig(LossConfig):
+    """What all policy-gradient losses have: a mean, an optional KL penalty, and corrections for the sampler."""
 
-    ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
-    """The importance ratio is clipped from below at 1 minus this value."""
-    ratio_clip_max: float = Field(default=0.2, ge=0.0)
-    """The importance ratio is clipped from above at 1 plus this value."""
-    ratio_clip_c: float | None = Field(default=None, gt=1.0)
-    """Dual clip: for negative advantages, the loss is at most this value times the absolute advantage. Disabled by default."""
-    disable_ppo_ratio: bool = False
-    """REINFORCE: advantage times log-probability, without ratio and clipping."""
-    use_cispo: bool = False
-    """CISPO: use the clipped ratio as a weight without a gradient, so that clipping does not remove the gradient of any
-    token."""
-    sequence_level_importance_ratios: bool = False
-    """GSPO: use one ratio per sequence, the geometric mean of the ratios of its tokens."""
     token_level_loss: bool = True
     """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
     constant_length_normalizer: int | None = Field(default=None, ge=1)
@@ -50,21 +37,24 @@ class ClippedPGLossConfig(LossConfig):
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0.0)
     """Weight of the KL penalty to the reference policy. With 0, no reference policy is kept."""
     use_kl_in_reward: bool = False
-    """Whether to subtract the KL penalty from the reward of each token instead of adding it to the loss."""
+    """Whether to subtract the KL penalty from the reward of each token instead of adding it to the loss. The gradient is that
+    of KL(policy, reference)."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of that KL; by default k3 in the loss and k1 in the reward. k1 in the loss and k2 and k3 in the reward are
-    rejected, because their gradients are wrong there."""
+    """Estimator of that KL. k3, the default in the loss, has the gradient of KL(reference, policy); k2 that of KL(policy,
+    reference), like k1, the default in the reward. k1 in the loss and k2 and k3 in the reward are rejected, because their
+    gradients are wrong there."""
     adaptive_kl: AdaptiveKLConfig | None = None
     """Adapt the weight of a KL penalty in the reward after each step to reach a target KL; constant by default."""
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0.0, le=80.0)
     """Clamp the log-ratio of the KL estimate to plus and minus this value. With null, k3 still clamps it to 20."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0.0)
-    """Clamp the KL estimate of a token to plus and minus this value."""
+    """Clamp the KL estimate of a token to plus and minus this value. A clamped estimate has no gradient."""
     ratio_to: Literal["policy", "sampler"] = "policy"
     """What the importance ratio compares the current policy with: `policy`, the policy before the step, or `sampler`, the
     log-probabilities that the engine returned. `sampler` needs no scoring pass, and its ratio covers older weights too."""
     use_importance_sampling_correction: bool = False
-    """Whether to weight each token by the ratio of its probability under the training backend to that under the sampler."""
+    """Whether to weight each token by the ratio of its probability under the training backend, before the step, to that under
+    the sampler. With `ratio_to: policy`, this is decoupled PPO."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
     """How weights out of bounds are handled: `tis` clips the weight to the bound, `icepop` drops the token, `seq-mask-tis`
     drops sequences whose geometric mean of weights is out of bounds."""
@@ -103,33 +93,11 @@ class ClippedPGLossConfig(LossConfig):
         return kl_type
 
     @model_validator(mode="after")
-    def _check_surrogate(self) -> ClippedPGLossConfig:
-        if self.disable_ppo_ratio:
-            for key in ("ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"):
-                if getattr(self, key):
-                    raise ValueError(f"disable_ppo_ratio removes the ratio that {key} needs: remove one of them")
-            if self.ratio_to == "sampler":
-                raise ValueError("disable_ppo_ratio removes the ratio, so ratio_to would have no effect: remove one of them")
+    def _one_correction(self) -> Self:
         if self.ratio_to == "sampler" and self.use_importance_sampling_correction:
             raise ValueError(
-                "ratio_to: sampler includes the difference to the sampler in the clipped ratio, and "
+                "ratio_to: sampler includes the difference to the sampler in the importance ratio, and "
                 "use_importance_sampling_correction would correct for it a second time: remove one of them"
-            )
-        if self.use_cispo and self.ratio_clip_c is not None:
-            raise ValueError("use_cispo bounds the ratio itself, so ratio_clip_c would have no effect: remove one of them")
-        if self.use_cispo and self.sequence_level_importance_ratios:
-            raise ValueError(
-                "use_cispo weights tokens by their own ratios, but sequence_level_importance_ratios has one ratio per "
-                "sequence: remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_mean(self) -> ClippedPGLossConfig:
-        if self.sequence_level_importance_ratios and self.token_level_loss:
-            raise ValueError(
-                "sequence_level_importance_ratios clips whole sequences, but a mean over tokens would weight them by their "
-                "length: set token_level_loss to false"
             )
         if self.constant_length_normalizer is not None and self.token_level_loss:
             raise ValueError(
@@ -139,7 +107,7 @@ class ClippedPGLossConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _penalty_has_effect(self) -> ClippedPGLossConfig:
+    def _penalty_has_effect(self) -> Self:
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             raise ValueError(
                 "use_kl_in_reward has no effect while reference_policy_kl_penalty is 0: set reference_policy_kl_penalty"
@@ -157,7 +125,7 @@ class ClippedPGLossConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
-    def _bounds_have_effect(self) -> ClippedPGLossConfig:
+    def _bounds_have_effect(self) -> Self:
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         kind = self.truncated_importance_sampling_type
         if not self.use_importance_sampling_correction and (kind != "tis" or low is not None):
@@ -171,6 +139,46 @@ class ClippedPGLossConfig(LossConfig):
             raise ValueError(
                 f"truncated_importance_sampling_type {kind} also needs a lower bound: set "
                 "truncated_importance_sampling_ratio_min (0.5 is usual)"
+            )
+        return self
+
+
+class ClippedPGLossConfig(PolicyGradientLossConfig):
+    """Clipped policy-gradient loss with optional KL penalty and correction for numerical differences to the sampler."""
+
+    ratio_clip_min: float = Field(default=0.2, ge=0.0, le=1.0)
+    """The importance ratio is clipped from below at 1 minus this value."""
+    ratio_clip_max: float = Field(default=0.2, ge=0.0)
+    """The importance ratio is clipped from above at 1 plus this value."""
+    ratio_clip_c: float | None = Field(default=None, gt=1.0)
+    """Dual clip: for negative advantages, the loss is at most this value times the absolute advantage. Disabled by default."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE: advantage times log-probability, without ratio and clipping."""
+    use_cispo: bool = False
+    """CISPO: use the clipped ratio as a weight without a gradient, so that clipping does not remove the gradient of any
+    token."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO: use one ratio per sequence, the geometric mean of the ratios of its tokens."""
+
+    @model_validator(mode="after")
+    def _check_surrogate(self) -> Self:
+        if self.disable_ppo_ratio:
+            for key in ("ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"):
+                if getattr(self, key):
+                    raise ValueError(f"disable_ppo_ratio removes the ratio that {key} needs: remove one of them")
+            if self.ratio_to == "sampler":
+                raise ValueError("disable_ppo_ratio removes the ratio, so ratio_to would have no effect: remove one of them")
+        if self.use_cispo and self.ratio_clip_c is not None:
+            raise ValueError("use_cispo bounds the ratio itself, so ratio_clip_c would have no effect: remove one of them")
+        if self.use_cispo and self.sequence_level_importance_ratios:
+            raise ValueError(
+                "use_cispo weights tokens by their own ratios, but sequence_level_importance_ratios has one ratio per "
+                "sequence: remove one of them"
+            )
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            raise ValueError(
+                "sequence_level_importance_ratios clips whole sequences, but a mean over tokens would weight them by their "
+                "length: set token_level_loss to false"
             )
         return self
 

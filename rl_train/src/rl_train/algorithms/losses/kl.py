@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from rl_train.algorithms.losses.config import ClippedPGLossConfig
+from rl_train.algorithms.losses.config import PolicyGradientLossConfig
 from rl_train.algorithms.losses.means import LOG_RATIO_BOUND, bounded_log_ratio, row_means, token_mean
 
 KLType = Literal["k1", "k2", "k3"]
@@ -59,7 +59,7 @@ def calculate_kl(
     return kl
 
 
-def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: ClippedPGLossConfig) -> torch.Tensor:
+def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: PolicyGradientLossConfig) -> torch.Tensor:
     """`calculate_kl` of the policy to its reference, with the estimator and clamps of the section `loss_fn`."""
     return calculate_kl(
         logprobs,
@@ -74,7 +74,7 @@ def sampling_weights(
     previous: torch.Tensor,
     sampled: torch.Tensor,
     mask: torch.Tensor,
-    config: ClippedPGLossConfig,
+    config: PolicyGradientLossConfig,
     global_valid_toks: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Importance weights that correct for the difference between trainer and sampler; arguments as `mismatch_metrics`.
@@ -145,21 +145,22 @@ def mismatch_metrics(
 
 
 def ratio_metrics(
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    config: ClippedPGLossConfig,
-    global_valid_toks: torch.Tensor,
+    ratio: torch.Tensor, clipped: torch.Tensor | None, mask: torch.Tensor, global_valid_toks: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The ratios of a clipped loss, and the fraction of tokens for which the clip decides; all [B, T] without a gradient."""
-    trained = mask > 0
-    above, below = ratio > 1.0 + config.ratio_clip_max, ratio < 1.0 - config.ratio_clip_min
-    # CISPO clips regardless of the sign of the advantage; min() does not clip if that would raise the objective.
-    clipped = above | below if config.use_cispo else (above & (advantages > 0)) | (below & (advantages < 0))
-    one = torch.ones_like(ratio)
-    return {
+    """The ratios of a loss, and the fraction of tokens for which a bound takes effect.
+
+    Args:
+        ratio: [B, T] without a gradient.
+        clipped: [B, T] bool; None if the loss has no bounds.
+        mask: [B, T] float32, `token_mask * sample_mask`.
+        global_valid_toks: scalar, number of trained tokens in the global batch.
+    """
+    trained, one = mask > 0, torch.ones_like(ratio)
+    metrics = {
         "ratio/mean": token_mean(ratio, mask, global_valid_toks),
         "ratio/min": torch.where(trained, ratio, one).min(),
         "ratio/max": torch.where(trained, ratio, one).max(),
-        "ratio/clipped_frac": token_mean(clipped.to(ratio.dtype), mask, global_valid_toks),
     }
+    if clipped is not None:
+        metrics["ratio/clipped_frac"] = token_mean(clipped.to(ratio.dtype), mask, global_valid_toks)
+    return metrics

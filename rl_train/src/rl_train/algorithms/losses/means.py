@@ -64,6 +64,19 @@ def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return row_sums(values, mask) / (mask > 0).sum(dim=-1).clamp(min=1)
 
 
+def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, T] the geometric mean of the ratios of each row, whose gradient at a token is the ratio times that of its log-ratio.
+
+    This is GSPO-token, https://arxiv.org/abs/2507.18071, equation 14: a mean over the tokens of a row has the gradient of the
+    ratio of the row.
+
+    Args:
+        log_ratio: [B, T], in nats.
+        mask: as `token_mean`.
+    """
+    return (row_means(log_ratio, mask).detach().unsqueeze(-1) + (log_ratio - log_ratio.detach())).exp()
+
+
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values * mask`, but 0.0 instead of NaN for infinities with mask 0."""
     return torch.where(mask > 0, values * mask, torch.zeros_like(values))
