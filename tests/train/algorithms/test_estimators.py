@@ -1,5 +1,6 @@
 """Advantage estimators compared with hand-worked groups and independent loops."""
 
+import itertools
 import math
 import statistics
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import ComponentImportError, WrongKindError
+from rl_core.errors import ComponentImportError, UserError, WrongKindError
 from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
-from rl_train.algorithms.policy_configs import AdvantageConfig
+from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig
 
 
 def batch_of(rewards, groups, *, parts=None, mask=None, kept=None, penalties=None):
@@ -235,3 +237,120 @@ def test_settings_that_an_estimator_would_ignore_are_refused(case):
     fields, reason = REFUSED[case]
     with pytest.raises(ValueError, match=reason):
         AdvantageConfig(**fields)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(st.floats(0, 5, width=16), st.integers(0, 3)), min_size=1, max_size=12))
+def test_max_rl_divides_by_the_mean_reward_of_the_group(rows):
+    rewards, groups = map(list, zip(*rows, strict=True))
+    found = estimate(batch_of(rewards, groups), name="max_rl")[:, 0].tolist()
+    for reward, group, advantage in zip(rewards, groups, found, strict=True):
+        mine = [r for r, g in rows if g == group]
+        mean = statistics.fmean(mine)
+        # float32 results.
+        assert advantage == pytest.approx(0.0 if are_equal(mine) else (reward - mean) / mean, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_expected_gradient_of_max_rl_is_that_of_the_likelihood_expanded_to_the_order_of_the_group(size, p):
+    # A policy that succeeds with probability p, and whose parameter is p: the score is 1/p of a success, and -1/(1 - p) of a
+    # failure. All outcomes of a group are enumerated. log p = -sum over k of (1 - p)^k / k has the derivative of the sum.
+    expected = 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=size):
+        advantages = estimate(batch_of(list(outcome), [0] * size), name="max_rl")[:, 0].tolist()
+        scores = [1 / p if r else -1 / (1 - p) for r in outcome]
+        probability = math.prod(p if r else 1 - p for r in outcome)
+        expected += probability * sum(a * s for a, s in zip(advantages, scores, strict=True)) / size
+    assert expected == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-5)
+
+
+def test_max_rl_refuses_negative_rewards_but_not_those_of_unscored_rollouts():
+    with pytest.raises(UserError, match=r"max_rl .* found -0.5.*reward_scaling"):
+        estimate(batch_of([1.0, -0.5], [0, 0]), name="max_rl")
+    batch = batch_of([1.0, 0.0, -1.0], [0, 0, 0])
+    batch["scored"] = torch.tensor([True, True, False])
+    assert estimate(batch, name="max_rl")[:, 0].tolist() == [1.0, -1.0, 0.0]
+
+
+def optimal_baseline_by_loop(rewards, groups, masks, penalties, probabilities):
+    """The formula of the paper, with the square of p as the sum of all squares, token by token; lists of rows."""
+    found = [[0.0] * len(mask) for mask in masks]
+    for group in set(groups):
+        members = [i for i, g in enumerate(groups) if g == group]
+        if are_equal([rewards[i] - sum(penalties[i]) for i in members]):
+            continue
+        positions = {i: [t for t, m in enumerate(masks[i]) if m] for i in members}
+        for k in range(max(len(at) for at in positions.values())):
+            terms = []
+            for i in [i for i in members if len(positions[i]) > k]:
+                energy = sum(1 - 2 * probabilities[i][t] + probabilities[i][t] ** 2 for t in positions[i][: k + 1])
+                terms.append((i, energy, rewards[i] - sum(penalties[i][t] for t in positions[i][k:])))
+            total = sum(energy for _, energy, _ in terms)
+            baseline = sum(energy * value for _, energy, value in terms) / total if len(terms) > 1 else 0.0
+            for i, _, value in terms:
+                found[i][positions[i][k]] = value - baseline
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, seed=st.integers(0, 1000))
+def test_the_optimal_token_baseline_equals_a_loop_over_tokens(rows, seed):
+    batch = drawn(rows)
+    probabilities = 0.05 + 0.9 * torch.rand(batch["token_mask"].shape, generator=torch.Generator().manual_seed(seed))
+    batch["generation_logprobs"] = probabilities.log()
+    found = estimate(batch, name="optimal_token_baseline")
+    expected = optimal_baseline_by_loop(
+        batch["rewards"].tolist(),
+        batch["group_ids"].tolist(),
+        batch["token_mask"].tolist(),
+        batch["token_penalties"].tolist(),
+        probabilities.tolist(),
+    )
+    # float32 results of sums of up to 16 terms of size 5.
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_optimal_token_baseline_of_equally_likely_tokens_is_the_mean_of_the_group():
+    batch = batch_of([1.0, 0.0, 0.0, 3.0], [0, 0, 1, 1])
+    for logprob in (-0.7, 0.0):  # at probability 1, energies are 0
+        batch["generation_logprobs"] = torch.full((4, 3), logprob)
+        found = estimate(batch, name="optimal_token_baseline")
+        assert torch.allclose(found, estimate(batch, name="grpo", normalize_rewards=False), atol=1e-6)
+
+
+def test_the_optimal_token_baseline_has_the_least_variance_of_all_baselines_of_a_token():
+    # One token, two actions of probability 0.9 and 0.1 with rewards 1 and 0; theta is the difference of their logits.
+    probabilities, rewards, scores = [0.9, 0.1], [1.0, 0.0], [0.1, -0.9]
+    batch = batch_of([1.0] * 9 + [0.0], [0] * 10, mask=[[1.0]] * 10)
+    batch["generation_logprobs"] = torch.tensor([[0.9]] * 9 + [[0.1]]).log()
+    baseline = 1.0 - float(estimate(batch, name="optimal_token_baseline")[0, 0])
+
+    def variance(baseline):
+        terms = [(p, s * (r - baseline)) for p, s, r in zip(probabilities, scores, rewards, strict=True)]
+        mean = sum(p * term for p, term in terms)
+        return sum(p * (term - mean) ** 2 for p, term in terms)
+
+    assert baseline == pytest.approx(0.1)  # the mean is 0.9
+    assert all(variance(baseline) <= variance(baseline + shift) for shift in (-0.3, -1e-3, 1e-3, 0.8))
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=8))
+def test_the_energy_of_a_token_without_the_other_probabilities_is_within_a_factor_of_2(weights):
+    probabilities = [w / sum(weights) for w in weights]
+    for p in probabilities:
+        energy = 1 - 2 * p + sum(other * other for other in probabilities)
+        assert (1 - p) ** 2 * (1 - 1e-9) <= energy <= 2 * (1 - p) ** 2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["max_rl", "optimal_token_baseline"])
+def test_estimators_without_settings_refuse_those_of_others(name):
+    with pytest.raises(ValidationError, match="does not use normalize_rewards"):
+        AdvantageConfig(name=name, normalize_rewards=True)
+    with pytest.raises(ValidationError, match="does not use turn_discount"):
+        AdvantageConfig(name=name, turn_discount=0.5)
+
+
+def test_max_rl_refuses_penalties_that_make_rewards_negative():
+    with pytest.raises(ValidationError, match="max_rl divides by the mean reward"):
+        GRPOConfig(adv_estimator={"name": "max_rl"}, reward_shaping={"enabled": True})

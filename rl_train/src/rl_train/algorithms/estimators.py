@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import UserError
 from rl_core.plugins.component import Component
 from rl_train.algorithms.grpo import group_relative
 from rl_train.algorithms.policy_configs import AdvantageConfig
@@ -28,6 +29,8 @@ __all__ = [
     "DecoupledEstimator",
     "GroupAdvantages",
     "GroupEstimator",
+    "MaximumLikelihoodEstimator",
+    "OptimalTokenBaselineEstimator",
     "PerRollout",
     "ReinforcePlusPlusEstimator",
     "TurnLevelEstimator",
@@ -136,6 +139,73 @@ class ReinforcePlusPlusEstimator(AdvantageEstimator):
         return Advantages(values=whiten(values, mask), metrics=group_metrics(batch))
 
 
+class MaximumLikelihoodEstimator(AdvantageEstimator):
+    """Divides by the mean reward of the group instead of its standard deviation: MaxRL, https://arxiv.org/abs/2602.02710.
+
+    (r - mean) / mean, and 0 in groups without success. With rewards of 0 and 1, groups of n rollouts and the probability p of
+    success, the expected gradient is that of log p, expanded in powers of 1 - p up to the power n - 1; that of REINFORCE is the
+    first term. The only success of a group has the advantage n - 1.
+
+    Raises:
+        UserError: a reward is negative, so that their mean is no probability of success.
+    """
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
+        rewards, scored = batch["rewards"], batch.get("scored")
+        counted = rewards if scored is None else rewards[scored]
+        if bool((counted < 0).any()):
+            raise UserError(
+                f"grpo.adv_estimator max_rl divides by the mean reward of a group, so rewards must not be negative: found "
+                f"{float(counted.min()):g}. Return rewards of at least 0, set grpo.reward_scaling, or use another estimator."
+            )
+        means = per_group(rewards, batch["group_ids"], scored_R=scored).mean_R
+        centered = group_relative(rewards, batch["group_ids"], normalize=False, scored_R=scored)
+        advantages = torch.where(centered == 0, 0.0, centered / means.clamp(min=torch.finfo(torch.float64).tiny)).float()
+        return Advantages(values=advantages.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
+
+
+class OptimalTokenBaselineEstimator(AdvantageEstimator):
+    """Subtracts the baseline that minimizes the variance of the gradient at each token: https://arxiv.org/abs/2602.07078.
+
+    With G_ik the reward of rollout i less its penalties from its k-th trained token on, and p_ij the probability of its j-th
+    token before the step:
+
+        W_ik = sum over j = 1..k of (1 - p_ij)²                   energy of the gradient up to token k
+        A_ik = G_ik - (sum over i of W_ik G_ik) / (sum over i of W_ik)
+
+    The sums are over the rollouts of a group that have a k-th token; the baseline is 0 for the tokens that only one has. The
+    paper's energy of a token, 1 - 2p + q with q the sum of the squared probabilities of the vocabulary, needs the whole
+    distribution. It is between (1 - p)² and 2 (1 - p)², because the other probabilities add up to 1 - p; a common factor
+    cancels. Departure: rollouts of groups with equal rewards have advantage 0, as in GRPO.
+    """
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
+        logprobs = batch["prev_logprobs"] if "prev_logprobs" in batch else batch["generation_logprobs"]
+        scored = batch["scored"] if "scored" in batch else torch.ones_like(batch["rewards"], dtype=torch.bool)
+        trained = batch["token_mask"] > 0
+        energy = torch.where(trained, torch.expm1(logprobs.double()).square(), 0.0).cumsum(-1) + _LEAST_ENERGY
+        returns = batch["rewards"].double().unsqueeze(-1) - suffix_sums(token_penalties(batch).double())
+
+        _, groups = torch.unique(batch["group_ids"], return_inverse=True)
+        width = trained.shape[1]
+        slots = groups.unsqueeze(-1) * width + (trained.cumsum(-1) - 1).clamp(min=0)  # of a group and a token number
+        counted = (trained & scored.unsqueeze(-1)).double()
+
+        def over_rollouts(values: torch.Tensor) -> torch.Tensor:
+            sums = torch.zeros(width * batch.size, dtype=torch.float64)
+            return sums.index_add(0, slots.flatten(), (values * counted).flatten())[slots]
+
+        baseline = over_rollouts(energy * returns) / over_rollouts(energy).clamp(min=_LEAST_ENERGY)
+        values = returns - torch.where(over_rollouts(counted) > 1, baseline, 0.0)
+        equal = per_group(batch["rewards"] - row_penalties(batch), batch["group_ids"], scored_R=scored).equal_R
+        values = torch.where((counted > 0) & ~equal.unsqueeze(-1), values, 0.0)
+        return Advantages(values=values.float(), metrics=group_metrics(batch))
+
+
+_LEAST_ENERGY = 1e-12
+"""Added to each energy, so that tokens of probability 1 have the mean as their baseline."""
+
+
 class DecoupledEstimator(AdvantageEstimator):
     """Compares several named rewards separately within the group: GDPO, https://arxiv.org/abs/2601.05242.
 
@@ -218,6 +288,10 @@ def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
             return GroupEstimator(normalize=config.normalizes, leave_one_out=config.leaves_one_out)
         case "reinforce_plus_plus":
             return ReinforcePlusPlusEstimator(minus_baseline=config.minus_baseline)
+        case "max_rl":
+            return MaximumLikelihoodEstimator()
+        case "optimal_token_baseline":
+            return OptimalTokenBaselineEstimator()
         case "gdpo":
             return DecoupledEstimator(
                 weights=config.reward_weights,

@@ -193,7 +193,7 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
             )
 
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo", "turn_level")
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo", "turn_level", "max_rl", "optimal_token_baseline")
 
 
 class AdvantageConfig(Section):
@@ -202,7 +202,8 @@ class AdvantageConfig(Section):
     name: str = "grpo"
     """Advantage estimator. `grpo`: relative to the group; `rloo`: relative to the other samples of the group, without
     normalization; `reinforce_plus_plus`: relative to the whole batch; `gdpo`: each named reward separately, then a weighted
-    sum; `turn_level`: the discounted return of each turn, relative to the group; or the dotted path of an
+    sum; `turn_level`: the discounted return of each turn, relative to the group; `max_rl`: relative to the group, divided by
+    its mean reward; `optimal_token_baseline`: relative to the group at each token; or the dotted path of an
     `AdvantageEstimator`."""
     normalize_rewards: bool | None = None
     """Whether to divide the centered rewards of a group by their standard deviation. By default, `grpo`, `gdpo` and
@@ -320,6 +321,15 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
     @model_validator(mode="after")
+    def _rewards_are_not_negative(self) -> GRPOConfig:
+        if self.adv_estimator.name == "max_rl" and self.reward_shaping.enabled:
+            raise ValueError(
+                "reward_shaping makes rewards negative, but adv_estimator max_rl divides by the mean reward of a group. Remove "
+                "reward_shaping, or use another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _scaling_has_effect(self) -> GRPOConfig:
         if self.adv_estimator.name == "gdpo" and self.reward_scaling.enabled:
             raise ValueError(
@@ -351,6 +361,12 @@ class GRPOConfig(PolicyGradientConfig):
                 ("loss_fn", "use_kl_in_reward"),
                 "adv_estimator gdpo normalizes several rewards separately, so there is no single reward to subtract the KL "
                 "penalty from. Set use_kl_in_reward to false to keep the penalty in the loss.",
+            )
+        if isinstance(loss, PolicyGradientLossConfig) and loss.use_kl_in_reward and self.adv_estimator.name == "max_rl":
+            yield (
+                ("loss_fn", "use_kl_in_reward"),
+                "adv_estimator max_rl divides by the mean reward of a group, which a KL penalty would make negative. Set "
+                "use_kl_in_reward to false to keep the penalty in the loss.",
             )
 
 
