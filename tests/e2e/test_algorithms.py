@@ -77,6 +77,24 @@ VARIANTS = {
     },
     "gspo": {"loss_fn": {"name": "gspo"}, **SEVERAL_UPDATES},
     "cispo": {"loss_fn": {"name": "cispo"}, **SEVERAL_UPDATES},
+    "gspo of sequences": {"loss_fn": {"name": "gspo_sequence"}, **SEVERAL_UPDATES},
+    "dppo": {"loss_fn": {"name": "dppo"}, **SEVERAL_UPDATES},
+    "dppo of prime-rl": {
+        "loss_fn": {"name": "dppo", "divergence_max_below": 0.2, "divergence_max_above": 0.2, "log_ratio_penalty": 0.001},
+        **SEVERAL_UPDATES,
+    },
+    "dppo of kl": {"loss_fn": {"name": "dppo", "divergence": "kl", "ratio_to": "policy"}, **SEVERAL_UPDATES},
+    "sapo": {"loss_fn": {"name": "sapo"}, **SEVERAL_UPDATES},
+    "gmpo": {"loss_fn": {"name": "gmpo"}, **SEVERAL_UPDATES},
+    "vespo": {"loss_fn": {"name": "vespo", "ratio_to": "sampler"}, **SEVERAL_UPDATES},
+    "luspo": {"loss_fn": {"name": "gspo", "constant_length_normalizer": 1}, **SEVERAL_UPDATES},
+    "clip-cov": {"loss_fn": {"name": "clip_cov", "clip_cov_min": 0.1, "clip_cov_fraction": 0.002}, **SEVERAL_UPDATES},
+    "kl-cov": {"loss_fn": {"name": "kl_cov"}, **SEVERAL_UPDATES},
+    "max-rl": {"grpo": {"adv_estimator": {"name": "max_rl"}}},
+    "optimal token baseline": {
+        "loss_fn": {"disable_ppo_ratio": True},
+        "grpo": {"adv_estimator": {"name": "optimal_token_baseline"}},
+    },
     "rloo": {"loss_fn": {"disable_ppo_ratio": True}, "grpo": {"adv_estimator": {"name": "rloo"}}},
     "reinforce++": {
         "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": "k1"},
@@ -98,8 +116,8 @@ VARIANTS = {
 }
 
 
-FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo learns in CI")
-ALWAYS_VARIANTS = ("grpo",)
+FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo and clip-cov learn in CI")
+ALWAYS_VARIANTS = ("grpo", "clip-cov")
 
 
 @pytest.mark.parametrize(

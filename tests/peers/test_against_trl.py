@@ -9,8 +9,8 @@ says which. What TRL has no counterpart of, or only a part:
 - SimPO and ORPO are in `trl.experimental` alone, and the likelihood of ORPO covers the prompt there.
 - RLOO: TRL clips one ratio of a sequence's summed log-probabilities. Where the policy is the one that sampled, that has the
   gradient of advantage times summed log-probability, whose value is another; gradients are compared.
-- Not there at all: CISPO's lower bound, REINFORCE++, k1 and k2, clamps of the KL. Its KL weighed by the ratio
-  (`use_bias_correction_kl`) is not here.
+- Not there at all: CISPO's lower bound, REINFORCE++, DPPO, Clip-Cov, KL-Cov, k1 and k2, clamps of the KL. Its KL weighed by
+  the ratio (`use_bias_correction_kl`) is not here.
 
 What docs/migrate.md says to set for a `loss_type` or a mode of the correction for vLLM is read from the page.
 
@@ -37,6 +37,8 @@ from rl_train.algorithms.losses import config as pg
 from rl_train.algorithms.losses.kl import sampling_weights
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
+from rl_train.algorithms.losses.trust_region_configs import GMPOLossConfig, SAPOLossConfig, VESPOLossConfig
+from rl_train.algorithms.losses.trust_regions import GMPOLossFn, SAPOLossFn, VESPOLossFn
 from rl_train.algorithms.policy_configs import AdvantageConfig
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +106,7 @@ def trainer(trl, models, tokenizer, tmp_path):
             trl if hasattr(trl, name) else importlib.import_module(f"trl.experimental.{name.removesuffix('Trainer').lower()}")
         )
         common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
-        sampled = name in ("GRPOTrainer", "RLOOTrainer")
+        sampled = name in ("GRPOTrainer", "GMPOTrainer", "RLOOTrainer")
         if sampled:
             # beta is set afterwards: at 0 no reference model is looked for on a hub.
             common |= {"num_generations": 4, "max_completion_length": LONGEST, "beta": 0.0, "gradient_accumulation_steps": 1}
@@ -182,8 +184,8 @@ class Rows:
             **more,
         }
 
-    def ours(self, policy, config):
-        loss_fn = ClippedPGLossFn(config)
+    def ours(self, policy, config, kind=ClippedPGLossFn):
+        loss_fn = kind(config)
         batch = BatchedDataDict(
             {
                 "token_mask": self.mask,
@@ -242,25 +244,47 @@ def test_the_reinforce_gradient_equals_rloo_in_trl_on_policy(trainer, models, to
     assert_same(loss_and_gradient(models[0], loss), theirs, values=False)
 
 
+def test_the_geometric_mean_loss_is_that_of_trl(trainer, models, tokenizer):
+    # The mean over sequences of this trainer is a mean over those of the batch, all of which are trained here.
+    peer = trainer("GMPOTrainer", epsilon=0.2, epsilon_high=0.3)
+    rows = Rows(models, tokenizer, spread=0.4)
+    theirs = loss_and_gradient(models[0], peer.compute_loss(peer.model, rows.theirs()))
+    loss, metrics = rows.ours(models[0], GMPOLossConfig(log_ratio_clip_min=0.2, log_ratio_clip_max=0.3), GMPOLossFn)
+    assert 0.05 < float(metrics["ratio/clipped_frac"]) < 0.95
+    assert_same(loss_and_gradient(models[0], loss), theirs)
+
+
 LOSS_TYPES = {
     "dapo": {},
     "grpo": {},
     "dr_grpo": {"constant_length_normalizer": LONGEST},
     # TRL's bound is on the ratio itself, rlcore's is relative to 1.
     "cispo": {"ratio_clip_max": 0.5},
+    "sapo": {},
+    "vespo": {},
+    "luspo": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2},
 }
 """What the page says in words, as values here."""
+PEER_SETTINGS = {"cispo": {"epsilon_high": 1.5}, "luspo": {"importance_sampling_level": "sequence"}}
+KINDS = {
+    None: (pg.ClippedPGLossConfig, ClippedPGLossFn),
+    "dr_grpo": (pg.DrGRPOLossConfig, ClippedPGLossFn),
+    "cispo": (pg.CISPOLossConfig, ClippedPGLossFn),
+    "gspo": (pg.GSPOLossConfig, ClippedPGLossFn),
+    "sapo": (SAPOLossConfig, SAPOLossFn),
+    "vespo": (VESPOLossConfig, VESPOLossFn),
+}
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_page_of_migration_gives_the_loss_of_each_loss_type(trainer, models, tokenizer, loss_type):
     keys = migrated("Values of `loss_type`", loss_type)
-    name = keys.pop("name", None)
-    config = {None: pg.ClippedPGLossConfig, "dr_grpo": pg.DrGRPOLossConfig, "cispo": pg.CISPOLossConfig}[name]
-    peer = trainer("GRPOTrainer", loss_type=loss_type, **({"epsilon_high": 1.5} if loss_type == "cispo" else {}))
+    config, kind = KINDS[keys.pop("name", None)]
+    peer = trainer("GRPOTrainer", loss_type=loss_type, **PEER_SETTINGS.get(loss_type, {}))
     rows = Rows(models, tokenizer, spread=0.4)
     theirs = loss_and_gradient(models[0], peer.compute_loss(peer.model, rows.theirs()))
-    assert_same(loss_and_gradient(models[0], rows.ours(models[0], config(**keys, **LOSS_TYPES[loss_type]))[0]), theirs)
+    ours = rows.ours(models[0], config(**keys, **LOSS_TYPES[loss_type]), kind)[0]
+    assert_same(loss_and_gradient(models[0], ours), theirs)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])

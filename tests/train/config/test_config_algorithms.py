@@ -27,6 +27,18 @@ def test_contradictory_settings_of_two_sections_are_reported_at_the_key_to_chang
     assert error.startswith("config.yaml:1:63: loss_fn.use_kl_in_reward: adv_estimator gdpo normalizes several rewards")
 
 
+def test_max_rl_refuses_a_kl_penalty_in_the_reward_at_its_line(files, good):
+    max_rl = good.replace("num_prompts_per_step: 8", "adv_estimator: {name: max_rl}")
+    [error] = files.errors("loss_fn: {reference_policy_kl_penalty: 0.1, use_kl_in_reward: true}\n" + max_rl)
+    assert error.startswith("config.yaml:1:63: loss_fn.use_kl_in_reward: adv_estimator max_rl divides by the mean reward")
+
+
+@pytest.mark.parametrize("loss", ["dppo", "sapo", "kl_cov"])
+def test_algorithms_without_rewards_refuse_every_policy_gradient_loss(files, good, loss):
+    pairs = good.replace("grpo:", "dpo:").replace("num_prompts_per_step: 8", "global_batch_size: 8")
+    assert any("does not use pairs of answers" in error for error in files.errors(f"loss_fn: {{name: {loss}}}\n" + pairs))
+
+
 @pytest.mark.parametrize(
     ("shaping", "says"),
     [
