@@ -131,6 +131,17 @@ def test_training_with_rewards_generalizes_to_unseen_sums(name, tmp_path, monkey
     assert steps[8]["grad_norm"] > 0
 
 
+def test_microbatches_do_not_change_which_tokens_clip_cov_selects(tmp_path):
+    changes = merged(SUMS, {**VARIANTS["clip-cov"], "grpo": {"max_num_steps": 1, "val_at_start": False, "val_at_end": False}})
+    one, other = (
+        run(tmp_path, merged(changes, {"policy": {"train_micro_batch_size": rows}}), name=f"of_{rows}")[1] for rows in (64, 16)
+    )
+    # Sums of microbatches in another order; the first of the four optimizer steps is without clipping.
+    for name in ("loss", "grad_norm", "ratio/clipped_frac"):
+        assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5)
+    assert one["ratio/clipped_frac"] > 0
+
+
 def write_pairs(path, split, number):
     """Sums that carry, with the correct answer and the answer without carries."""
     sums = ArithmeticDataset({"num_samples": 4 * number, "min_digits": 2, "split": split})
