@@ -1,6 +1,10 @@
 """Writes the preference pairs of `examples/dpo_addition.yaml`: the correct sum and the sum without carries.
 
 python examples/addition/make_preferences.py examples/addition/preferences
+
+With `--unpaired`, it writes the answers of `examples/kto_addition.yaml`: each sum has one of the two, with a label.
+
+python examples/addition/make_preferences.py examples/addition/labelled --unpaired
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rl_envs.arithmetic import ArithmeticDataset, add_without_carrying
 
@@ -28,14 +33,24 @@ def preferences(split: str, number: int) -> Iterator[dict[str, str]]:
             }
 
 
+def labelled(split: str, number: int) -> Iterator[dict[str, Any]]:
+    """`number` answers to sums of the split, of which every second is wrong."""
+    for index, pair in enumerate(preferences(split, number)):
+        label = index % 2 == 0
+        yield {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("--unpaired", action="store_true", help="write one labelled answer per sum")
+    options = parser.parse_args()
+    folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
+    make, rows = (labelled, 2) if options.unpaired else (preferences, 1)
     for split, number in (("train", 512), ("validation", 128)):
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(pair) + "\n" for pair in preferences(split, number))
+            lines.writelines(json.dumps(row) + "\n" for row in make(split, rows * number))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ EMPTY = {
     "prompts": ("empty expected answers", "remove these rows"),
     "conversations": ("empty responses", "they train the model to end at once"),
     "pairs": ("empty rejected answers", "they train the model not to end at once"),
+    "unpaired": ("empty undesirable answers", "they train the model not to end at once"),
 }
 """What an empty answer is, and what it does, by the kind of rows."""
 
@@ -92,7 +93,8 @@ def show(
 
 
 def _described(view: DatasetView) -> list[str]:
-    lines = [f"{view.name}: {counted(view.rows, view.kind.removesuffix('s'))}"]
+    kind = "labelled answer" if view.kind == "unpaired" else view.kind.removesuffix("s")
+    lines = [f"{view.name}: {counted(view.rows, kind)}"]
     for row in view.samples:
         lines += ["", *_described_row(row)]
     measured = len(view.lengths)
@@ -111,6 +113,7 @@ def _described(view: DatasetView) -> list[str]:
             f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",
             *_origin_of_unknown(view, total),
         ]
+    lines += [f"  desirable: {_share(view.desirable, measured)}"] if view.kind == "unpaired" else []
     lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}{_at(view, 'repeated')}"]
     if view.name != "train":
         shared = _share(view.shared_with_training, view.rows)
@@ -137,6 +140,7 @@ def _origin_of_unknown(view: DatasetView, total: int) -> list[str]:
 def _described_row(row: RenderedRow) -> list[str]:
     lines = [f"  row {row.index}, {counted(row.tokens, 'token')}:", *(f"    | {line}" for line in row.text.split("\n"))]
     lines += [f"    expected: {row.expected!r}"] if row.expected is not None else []
+    lines += [f"    label: {'desirable' if row.label else 'undesirable'}"] if row.label is not None else []
     return [*lines, *(f"    trained: {text!r}" for text in row.trained)]
 
 

@@ -28,6 +28,12 @@ def rlcore_algorithms() -> list[Component]:
             summary="Direct Preference Optimization on pairs of chosen and rejected answers",
         ),
         Component(
+            "kto",
+            target="rl_train.algorithms.kto:train",
+            config="rl_train.algorithms.supervised_configs:KTOConfig",
+            summary="Kahneman-Tversky Optimization on answers with a label: desirable or undesirable",
+        ),
+        Component(
             "distillation",
             target="rl_train.algorithms.distillation:train",
             config="rl_train.algorithms.supervised_configs:DistillationConfig",
@@ -76,6 +82,7 @@ def rlcore_losses() -> list[Component]:
             "ORPO",
             "ORPO preference loss: log odds ratio plus the likelihood of chosen answers, without a reference policy",
         ),
+        _preference("kto", "KTO", "KTO loss on labelled answers against a reference policy"),
         Component(
             "distillation",
             target="rl_train.algorithms.losses.distillation:DistillationLossFn",
@@ -124,7 +131,7 @@ def _trust_region(name: str, of: str, summary: str, *, config: str | None = None
 
 
 def _preference(name: str, of: str, summary: str) -> Component:
-    """A loss on preference pairs."""
+    """A loss on preferences."""
     return Component(
         name,
         target=f"rl_train.algorithms.losses.supervised:{of}LossFn",
@@ -219,6 +226,13 @@ def rlcore_datasets() -> list[Component]:
             "HuggingFacePreference",
             "Hugging Face datasets, on disk or from the hub: prompts with chosen and rejected answers",
         ),
+        _dataset("unpaired_preference", "UnpairedPreference", "JSON lines: answers with a label"),
+        _dataset("unpaired_preference_parquet", "ParquetUnpairedPreference", "Parquet files: answers with a label"),
+        _dataset(
+            "unpaired_preference_huggingface",
+            "HuggingFaceUnpairedPreference",
+            "Hugging Face datasets, on disk or from the hub: answers with a label",
+        ),
     ]
 
 
@@ -251,8 +265,9 @@ def rlcore_weight_transports() -> list[Component]:
 
 def _dataset(name: str, config: str, summary: str) -> Component:
     """A dataset of one record form from one kind of source."""
-    reader = "preferences:PreferenceDataset" if config.endswith("Preference") else "datasets:RecordDataset"
-    has_lines = config in ("Jsonl", "Preference")
+    readers = {"UnpairedPreference": "preferences:UnpairedDataset", "Preference": "preferences:PreferenceDataset"}
+    reader = next((reader for form, reader in readers.items() if config.endswith(form)), "datasets:RecordDataset")
+    has_lines = config in ("Jsonl", *readers)
     return Component(
         name,
         target=f"rl_train.data.{reader}",

@@ -14,7 +14,7 @@ from rl_train.rollouts.trajectory import Trajectory, to_batch
 from rl_train.run import Run
 
 _log = logging.getLogger("rlcore")
-REPORTED = {"preference/": "global_valid_seqs", "distillation/": "global_valid_toks"}
+REPORTED = {"preference/": "global_valid_seqs", "kto/": "global_valid_seqs", "distillation/": "global_valid_toks"}
 """Metrics of a loss that are also reported as `validation/<quantity>`, and the count that they are averaged over."""
 
 
@@ -80,7 +80,7 @@ def _validation_loss(
         result = run.policy.train(batch, run.loss_fn, eval_mode=True, gbs=batch.size)
         reported = {"loss": (result["loss"], of_loss)}
         for area, unit in REPORTED.items():
-            reported |= {name.removeprefix(area): (v, unit) for name, v in result["metrics"].items() if name.startswith(area)}
+            reported |= {name: (value, unit) for name, value in result["metrics"].items() if name.startswith(area)}
         for name, (value, unit) in reported.items():
             if not result[unit]:  # all rows of the batch are dropped, and their mean is undefined
                 continue
@@ -89,4 +89,7 @@ def _validation_loss(
         tokens += result["global_valid_toks"]
     if not sums:
         _log.warning("all validation rows are dropped, so there is no validation loss: raise policy.max_total_sequence_length")
-    return {f"validation/{name}": value / units[name] for name, value in sums.items()} | {"validation/tokens": tokens}
+    means = run.loss_fn.reported_metrics({name: value / units[name] for name, value in sums.items()})
+    return {f"validation/{name.partition('/')[2] or name}": value for name, value in means.items()} | {
+        "validation/tokens": tokens
+    }

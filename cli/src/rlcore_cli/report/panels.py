@@ -35,7 +35,7 @@ PANELS = (
     Panel(title="Loss", metrics=("loss", "loss/*"), note="The minimized loss. For policy gradients its value means little."),
     Panel(
         title="KL to the reference policy",
-        metrics=("kl/reference",),
+        metrics=("kl/reference", "kto/kl"),
         unit="nats",
         note="Distance of the policy from the reference; recorded if the loss or the reward has a KL penalty.",
     ),
@@ -91,8 +91,8 @@ PANELS = (
         note="Groups in which all rewards are equal.",
     ),
     Panel(title="Dynamic sampling", metrics=("dynamic_sampling/*",), unit="count"),
-    Panel(title="Preference accuracy", metrics=("preference/accuracy",), unit="fraction"),
-    Panel(title="Preference margin", metrics=("preference/margin", "preference/score_*")),
+    Panel(title="Preference accuracy", metrics=("preference/accuracy", "kto/accuracy"), unit="fraction"),
+    Panel(title="Preference margin", metrics=("preference/margin", "preference/score_*", "kto/margin", "kto/reward_*")),
     Panel(title="Staleness in steps", metrics=("staleness/steps_*",), unit="steps"),
     Panel(title="Staleness", metrics=("staleness/*",), unit="optimizer steps"),
     Panel(

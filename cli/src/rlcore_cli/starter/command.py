@@ -41,7 +41,7 @@ def init(
     ] = DEFAULT_MODEL,
     algorithm: Annotated[
         str | None,
-        typer.Option("--algorithm", help="grpo, sft, dpo or rm; by default what fits the rows.", show_default=False),
+        typer.Option("--algorithm", help="grpo, sft, dpo, kto or rm; by default what fits the rows.", show_default=False),
     ] = None,
     validation: Annotated[
         Path | None,
@@ -53,6 +53,7 @@ def init(
     response: Annotated[str | None, _field_option("a response to imitate")] = None,
     chosen: Annotated[str | None, _field_option("the better answer of a pair")] = None,
     rejected: Annotated[str | None, _field_option("the worse answer of a pair")] = None,
+    label: Annotated[str | None, _field_option("the label of a response: good (true, 1) or bad (false, 0)")] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -72,9 +73,10 @@ def init(
 ) -> None:
     """Write a config for a data file, and a reward function with a test if the algorithm needs one.
 
-    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K, verl and preference pairs. A
-    field within another is named with a dot: reward_model.ground_truth. Lengths are set from the tokens of the rows. Existing
-    files are never overwritten. The run is named after the new folder, or without --output after the data file.
+    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K, verl, preference pairs and
+    answers with a label. A field within another is named with a dot: reward_model.ground_truth. Lengths are set from the
+    tokens of the rows. Existing files are never overwritten. The run is named after the new folder, or without --output after
+    the data file.
 
     Example:
         rlcore init questions.jsonl --model path/to/model
@@ -94,9 +96,8 @@ def init(
     hardware = None if gpus is None else parse_hardware(gpus)
     train = read_data_file(data, skip_bad_rows=skip_bad_rows)
     held_out = None if validation is None else read_data_file(validation, skip_bad_rows=skip_bad_rows)
-    named = named_fields(
-        train.rows, str(data), question=question, answer=answer, response=response, chosen=chosen, rejected=rejected
-    )
+    fields = {"question": question, "answer": answer, "response": response, "chosen": chosen, "rejected": rejected}
+    named = named_fields(train.rows, str(data), **fields, label=label)
     form = named or recognize(train.rows, str(data))
     algorithm = _algorithm(algorithm, form, data)
     _reject_existing([_CONFIG], output)
@@ -346,7 +347,8 @@ def _report(
             print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")
     empty, first = starter.empty_answers
     if empty:
-        what, effect = EMPTY["prompts" if starter.samples else "conversations" if starter.algorithm == "sft" else "pairs"]
+        kinds = {"sft": "conversations", "kto": "unpaired"}
+        what, effect = EMPTY["prompts" if starter.samples else kinds.get(starter.algorithm, "pairs")]
         print(f"{what.capitalize()}: {empty} of the measured rows, the first is {first}; {effect}")
     unwritable, first = starter.unwritable_answers
     if unwritable:

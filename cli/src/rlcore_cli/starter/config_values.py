@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rl_core.errors import ConfigError
 from rl_train.files import format_size
 from rlcore_cli.arguments import counted
-from rlcore_cli.starter.data_file import RowFormat
+from rlcore_cli.starter.data_file import LABELLED, PAIRS, RowFormat
 from rlcore_cli.starter.reward_files import reward_function
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ COMMENTS = {
     "sft.global_batch_size": "conversations per step",
     "dpo.global_batch_size": "pairs per step",
     "rm.global_batch_size": "pairs per step",
+    "kto.global_batch_size": "answers per step",
     "policy.backend": "Transformers; `rlcore list-backends` shows the others",
     "policy.model_name": "a model folder, a GGUF file, or a name on the hub",
     "policy.max_total_sequence_length": "tokens of the longest row, prompt and completion together",
@@ -51,6 +52,9 @@ COMMENTS = {
     "logger.run_name": "name of the folder in `runs`",
 }
 """Comment of each key; a key that the config does not have has no effect."""
+
+_READERS: Final = {PAIRS: "preference", LABELLED: "unpaired_preference"}
+"""Dataset that reads JSON Lines, by the algorithms of a format; that of Parquet files has the suffix `_parquet`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +207,7 @@ def config_values(starter: Starter) -> dict[str, Any]:
 
 
 def _algorithm(starter: Starter) -> dict[str, Any]:
-    size = min(8 if starter.algorithm != "sft" else 16, _training_rows(starter))
+    size = min(16 if starter.algorithm in ("sft", "kto") else 8, _training_rows(starter))
     steps: dict[str, Any] = {"max_num_steps": 100}
     steps |= {"num_prompts_per_step": size, "num_generations_per_prompt": 8} if starter.samples else {"global_batch_size": size}
     if starter.samples and starter.math and not starter.requires_box:
@@ -264,8 +268,9 @@ def _data(starter: Starter) -> dict[str, Any]:
 def _dataset(starter: Starter, source: Mapping[str, Any]) -> dict[str, Any]:
     keys = dict(starter.form.keys)
     name = source["dataset_name"]
-    if starter.algorithm in ("dpo", "rm"):
-        name = {"jsonl": "preference", "parquet": "preference_parquet"}[name]
+    if (reader := _READERS.get(starter.form.algorithms)) is not None:
+        name = {"jsonl": reader, "parquet": f"{reader}_parquet"}[name]
+        keys |= {"split_pairs": True} if (reader, starter.algorithm) == ("preference", "kto") else {}
     if starter.algorithm == "sft" and starter.form.response_key is not None:
         keys |= {"response_key": starter.form.response_key, "output_key": None}
     elif starter.algorithm == "sft" and "record_fn" not in keys and keys.get("input_key") == "messages":

@@ -146,7 +146,7 @@ Row = Mapping[str, Any]
 _QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
 ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
 _RESPONSES = ("response", "completion", "output")
-SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm")
+SAMPLING, SUPERVISED, PAIRS, LABELLED = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto"), ("kto",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +189,10 @@ def recognize(rows: Sequence[Row], path: str) -> RowFormat:
     raise DataError(
         f"{path}: the rows have no known format. Their fields:\n{fields}\n"
         "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
-        "(`instruction`, `output`), verl (`prompt`, `reward_model`), and `chosen` with `rejected`. Name the fields yourself: "
-        "--question FIELD and, if the rows have it, --answer FIELD (what a reward compares with) or --response FIELD (what the "
-        "model should write); for preference pairs --question FIELD, --chosen FIELD and --rejected FIELD."
-        + _proposal(rows, path)
+        "(`instruction`, `output`), verl (`prompt`, `reward_model`), `chosen` with `rejected`, and `completion` with `label`. "
+        "Name the fields yourself: --question FIELD and, if the rows have it, --answer FIELD (what a reward compares with) or "
+        "--response FIELD (what the model should write); for preference pairs --question FIELD, --chosen FIELD and --rejected "
+        "FIELD; for answers with a label --question FIELD, --response FIELD and --label FIELD." + _proposal(rows, path)
     )
 
 
@@ -218,6 +218,7 @@ def named_fields(
     response: str | None,
     chosen: str | None,
     rejected: str | None,
+    label: str | None,
 ) -> RowFormat | None:
     """The format of rows whose fields the user names; None if no field is named.
 
@@ -225,18 +226,22 @@ def named_fields(
         DataError: No row has one of the fields.
         ConfigError: These fields do not make up a format.
     """
-    for name in filter(None, (question, answer, response, chosen, rejected)):
+    for name in filter(None, (question, answer, response, chosen, rejected, label)):
         if all(field_value(row, name) is None for row in rows):
             raise DataError(f"{path}: no row has a field {name!r}; row 1 has {sorted(rows[0])}")
     if chosen or rejected:
-        if not chosen or not rejected or answer or response:
-            raise ConfigError("Preference pairs need --chosen and --rejected, without --answer and --response.")
+        if not chosen or not rejected or answer or response or label:
+            raise ConfigError("Preference pairs need --chosen and --rejected, without --answer, --response and --label.")
         if (pairs := _pairs(rows, chosen=chosen, rejected=rejected, question=question)) is None:
             raise ConfigError(
                 f"{path}: {chosen!r} and {rejected!r} must be texts, with the prompt in a field that --question names, or "
                 "lists of messages."
             )
         return pairs
+    if label:
+        if not question or not response or answer:
+            raise ConfigError("Answers with a label need --question, --response and --label, without --answer.")
+        return _labelled(question, response, label)
     if question is None and (answer or response):
         raise ConfigError("--answer and --response need --question: name the field with the question as well.")
     return None if question is None else _question_format(question, answer, response)
@@ -274,6 +279,15 @@ def _pairs(
     return RowFormat(
         name="a prompt with a chosen and a rejected answer",
         algorithms=PAIRS,
+        keys={key: name for key, name in keys.items() if key != f"{name}_key"},
+    )
+
+
+def _labelled(prompt: str, completion: str, label: str) -> RowFormat:
+    keys = {"prompt_key": prompt, "completion_key": completion, "label_key": label}
+    return RowFormat(
+        name=f"a prompt with an answer ({completion}) and a label ({label})",
+        algorithms=LABELLED,
         keys={key: name for key, name in keys.items() if key != f"{name}_key"},
     )
 
@@ -321,12 +335,14 @@ def _questions(rows: Sequence[Row]) -> RowFormat | None:
         return None
     answer = _answer_field(rows)
     response = next((name for name in _RESPONSES if _most_have(rows, name, str, list)), None)
-    verdicts = ("true", "false", "1", "0") if answer == "label" else ("true", "false")
-    if response and answer and _most(rows, lambda row: str(row.get(answer)).lower() in verdicts):
+    labels = ("true", "false", "1", "0") if answer == "label" else ("true", "false")
+    if response and answer and _most(rows, lambda row: str(row.get(answer)).lower() in labels):
+        if answer == "label":
+            return _labelled(question, response, answer)
         raise DataError(
-            f"each row is a {question} with a {response}, and {answer} says whether it is good: unpaired feedback, on which no "
-            f"algorithm trains yet. Keep the rows with a good {response} and imitate them: --question {question} --response "
-            f"{response}. Or join a good and a bad {response} for the same {question} into a pair: `chosen` and `rejected`"
+            f"each row has {question}, {response} and {answer}, which is true or false. If {answer} says whether {response} is "
+            f"good: --question {question} --response {response} --label {answer}. If it is the correct answer: --question "
+            f"{question} --answer {answer}"
         )
     return _question_format(question, answer, response)
 

@@ -23,13 +23,15 @@ from rl_core.config.section import ComponentSection
 from rl_core.config.section import DeadlineConfig as DeadlineConfig
 from rl_core.config.section import Section as Section
 
+RecordKind = Literal["conversations", "pairs", "unpaired"]
+
 
 class DatasetConfig(ComponentSection):
     """Base section of every dataset (`data.train`, `data.validation`)."""
 
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = None
-    """Whether records are conversations (including prompts) or pairs of a chosen and a rejected answer; None if it depends on
-    the data."""
+    record_kind: ClassVar[RecordKind | None] = None
+    """What a record is: a conversation or a prompt, a pair of a chosen and a rejected answer, or an answer with a label
+    (`unpaired`); None if it depends on the data."""
 
     dataset_name: str
     """Name of a registered dataset, or the dotted path of its class."""
@@ -43,6 +45,11 @@ class DatasetConfig(ComponentSection):
     val_period: int | None = Field(default=None, ge=1)
     """In `data.validation_sets`: number of steps between validations on this dataset; by default the algorithm's
     `val_period`."""
+
+    @property
+    def kind_of_records(self) -> RecordKind | None:
+        """`record_kind`, unless other keys of the section change it."""
+        return self.record_kind
 
 
 class EnvironmentConfig(ComponentSection):

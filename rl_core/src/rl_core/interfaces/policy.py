@@ -385,6 +385,14 @@ class LossFunction(ABC):
         """Batch keys that the loss reads if the batch has them."""
         return frozenset()
 
+    def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics that are logged, from those of an optimizer step, a step or a validation set; by default all of them.
+
+        Override it for numbers that cannot be added up, such as a mean over some of the rows: the loss returns its sum and the
+        number of these rows, both divided by the global count.
+        """
+        return metrics
+
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
         """Rows [B] bool that may contribute to the loss or its gradient; None, the default, if all may.
 

@@ -11,6 +11,8 @@ __all__ = [
     "DistillationTrainer",
     "GRPOLossFn",
     "GRPOTrainer",
+    "KTOLossFn",
+    "KTOTrainer",
     "MseValueLossFn",
     "NLLLossFn",
     "PPOTrainer",
@@ -23,8 +25,10 @@ __getattr__ = import_on_first_use(
     __name__,
     {
         ".losses.policy_gradient": "ClippedPGLossFn GRPOLossFn",
-        ".losses.supervised": "BradleyTerryLossFn DPOLossFn NLLLossFn PreferenceLossFn",
-        "rl_train.trainers.trainers": "DPOTrainer DistillationTrainer GRPOTrainer PPOTrainer RewardModelTrainer SFTTrainer",
+        ".losses.supervised": "BradleyTerryLossFn DPOLossFn KTOLossFn NLLLossFn PreferenceLossFn",
+        "rl_train.trainers.trainers": (
+            "DPOTrainer DistillationTrainer GRPOTrainer KTOTrainer PPOTrainer RewardModelTrainer SFTTrainer"
+        ),
         ".losses.distillation": "DistillationLossFn",
         ".losses.value": "MseValueLossFn",
     },

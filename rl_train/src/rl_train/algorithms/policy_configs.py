@@ -16,10 +16,10 @@ from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import (
     MAX_KL_ERROR,
     ClippedPGLossConfig,
+    FeedbackLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
     PolicyGradientLossConfig,
-    PreferenceLossConfig,
 )
 from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig, RunConfig, TrainingPlan
@@ -135,10 +135,10 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
         yield from self._shaping_conflicts(run)
 
     def _loss_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        if isinstance(run.loss_fn, PreferenceLossConfig):
+        if isinstance(run.loss_fn, FeedbackLossConfig):
             yield (
                 ("loss_fn", "name"),
-                f"{run.loss_fn.name} needs pairs of answers, but {run.algorithm_name} trains on rewards. Use a "
+                f"{run.loss_fn.name} needs {run.loss_fn.trained_on}, but {run.algorithm_name} trains on rewards. Use a "
                 "policy-gradient loss.",
             )
         if isinstance(run.loss_fn, NLLLossConfig):

@@ -1,4 +1,4 @@
-"""The sections `sft`, `dpo`, `rm` and `distillation`. Does not import torch."""
+"""The sections `sft`, `dpo`, `kto`, `rm` and `distillation`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pydantic import Field
 from rl_core.config.diagnostics import KeyPath
 from rl_train.algorithms.losses.config import (
     DistillationLossConfig,
+    FeedbackLossConfig,
+    KTOLossConfig,
     NLLLossConfig,
     PolicyGradientLossConfig,
     PreferenceLossConfig,
@@ -79,13 +81,37 @@ class DPOConfig(PairsConfig):
     default_loss: ClassVar[str] = "dpo"
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        if isinstance(run.loss_fn, PolicyGradientLossConfig | NLLLossConfig):
+        if isinstance(run.loss_fn, PolicyGradientLossConfig | NLLLossConfig | KTOLossConfig):
             yield (
                 ("loss_fn", "name"),
                 f"{run.loss_fn.name} does not use pairs of answers, so dpo cannot use it. Use dpo, ipo, dpo_hinge, simpo or "
                 "orpo.",
             )
         yield from super().conflicts(run)
+
+
+class KTOConfig(AlgorithmConfig):
+    """Kahneman-Tversky optimization (KTO) on answers with a label."""
+
+    default_loss: ClassVar[str] = "kto"
+
+    records_key: ClassVar[str | None] = "global_batch_size"
+
+    global_batch_size: int = Field(default=64, ge=2)
+    """Number of answers per step, from which the KL to the reference policy is estimated; the last step of an epoch may have
+    fewer. `policy.train_global_batch_size` splits them into optimizer steps."""
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        rows = self.global_batch_size
+        return RuntimeNeeds(records=RecordNeeds(records_per_step=rows, unpaired=True, extra_scored_rows=rows))
+
+    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+        return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size)
+
+    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
+            yield ("loss_fn", "name"), f"{run.loss_fn.name} does not use the labels of answers. Remove it, or use kto."
 
 
 class RewardModelConfig(PairsConfig):
@@ -134,7 +160,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         loss, generation = run.loss_fn, run.policy.generation
-        if isinstance(loss, PolicyGradientLossConfig | NLLLossConfig | PreferenceLossConfig):
+        if isinstance(loss, PolicyGradientLossConfig | NLLLossConfig | FeedbackLossConfig):
             yield (
                 ("loss_fn", "name"),
                 f"{loss.name} does not use a teacher, so {run.algorithm_name} cannot use it. Use distillation.",

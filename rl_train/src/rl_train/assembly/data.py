@@ -29,6 +29,7 @@ from rl_train.data.processors import (
     conversation_datum,
     preference_datum,
     prompt_datum,
+    unpaired_datum,
 )
 from rl_train.data.records import SKIP_BAD_ROWS, BadRow, BadRowError, BadRowsError, bad_row_lines, load_function
 from rl_train.data.row_sections import OnBadRow, OnTooLong
@@ -206,7 +207,7 @@ def prompt_loader(
 
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
-            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of prompts, not of pairs")
+            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of prompts, not of preferences")
         messages, prefill = without_answer(record["messages"]), begun_answer(record["messages"])
         prompt = {**record, "messages": messages, "prefill": prefill, "tools": offered.of_record(record)}
         return prompt_datum(prompt, idx=idx, **limits)
@@ -233,16 +234,17 @@ def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch
 
     def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
         if "messages" not in record:
-            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of conversations, not of pairs")
+            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of conversations, not of preferences")
         return conversation_datum(record, idx=idx, only_unmask_final=only_final, **limits)
 
     return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
 
 
 def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
-    """Pairs of a chosen and a rejected answer; `batch_size` counts pairs."""
+    """Pairs of a chosen and a rejected answer, or labelled answers, as the algorithm needs; `batch_size` counts records."""
     limits = _limits(run, tokenizer)
-    return _loader(source, run, preference_datum, limits, batch_size=batch_size, shuffle=shuffle, is_trained=True)
+    process = preference_datum if run.algorithm.needs_preferences else unpaired_datum
+    return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, is_trained=True)
 
 
 def _limits(run: RunConfig, tokenizer: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.images import ImageReader
 from rl_train.data.processors import load_policy_tokenizer
 from rl_train.data.unknown_tokens import refuse_tokens_without_rows, unknown_fraction
-from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
+from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches, UnpairedBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
 _log = logging.getLogger("rlcore")
@@ -73,7 +73,7 @@ class RunData:
 
 
 class DataLoaders:
-    """The data loaders of a run: prompts, preference pairs or conversations, as the algorithm needs.
+    """The data loaders of a run: prompts, preferences or conversations, as the algorithm needs.
 
     Args:
         config: the run.
@@ -267,16 +267,18 @@ def _refuse_rows_without_prompts(source: Source) -> None:
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
             f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
-            "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
+            "preferences. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
 
 
 def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:
-    if config.algorithm.needs_preferences:
-        pairs = preference_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
-        return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
-    conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
-    return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)
+    loader, batches = {
+        "conversations": (conversation_loader, TrainingBatches),
+        "pairs": (preference_loader, PreferenceBatches),
+        "unpaired": (preference_loader, UnpairedBatches),
+    }[config.algorithm.record_kind]
+    rows = loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+    return batches(rows, pad_token_id=tokenizer.pad_token_id)
 
 
 def inputs_of(loaded: LoadedConfig, prepared: Preparation, *, only: tuple[str, ...] = ("",)) -> Inputs:

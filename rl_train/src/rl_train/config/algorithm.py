@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rl_core.config.schema import RecordKind
 from rl_core.config.section import Section
 
 
@@ -64,14 +65,25 @@ class RecordNeeds:
     """Records that a step needs, for an algorithm that trains on the data itself."""
 
     records_per_step: int
-    """Number of conversations, or of pairs of a chosen and a rejected answer, per batch; at least 1."""
+    """Number of conversations, pairs of a chosen and a rejected answer, or labelled answers per batch; at least 1."""
     pairs: bool = False
     """Whether a record is a pair of answers."""
+    unpaired: bool = False
+    """Whether a record is one answer with a label, desirable or undesirable."""
+    extra_scored_rows: int = 0
+    """Number of further rows that a step scores under the policy and the reference policy, and does not train."""
     only_final_answer: bool = False
     """Whether to train only on the last assistant message."""
 
     def __post_init__(self) -> None:
         _at_least_one(records_per_step=self.records_per_step)
+        if self.pairs and self.unpaired:
+            raise ValueError("set pairs or unpaired, not both: a record is a pair of answers, or one answer with a label")
+
+    @property
+    def kind(self) -> RecordKind:
+        """What a record is."""
+        return "pairs" if self.pairs else "unpaired" if self.unpaired else "conversations"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from rl_core.config.diagnostics import KeyPath, Node
 from rl_core.config.introspection import Model
-from rl_core.config.schema import ClusterConfig, DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.schema import ClusterConfig, DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig, RecordKind
 from rl_core.config.section import ComponentSection, Section
 from rl_core.errors import InvalidComponentError
 from rl_core.plugins.component import Component, Kind, is_path
@@ -116,8 +116,13 @@ class AlgorithmConfig(Section):
     @property
     def needs_preferences(self) -> bool:
         """Whether its records are pairs of a chosen and a rejected answer."""
+        return self.record_kind == "pairs"
+
+    @property
+    def record_kind(self) -> RecordKind:
+        """What a record of its data is."""
         records = self.runtime_needs.records
-        return records is not None and records.pairs
+        return "conversations" if records is None else records.kind
 
     def conflicts(self, run: Any) -> Iterator[tuple[KeyPath, str]]:
         """Yield each key of another section that the algorithm does not support, with the reason.

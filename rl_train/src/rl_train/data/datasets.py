@@ -209,7 +209,11 @@ def _remedy(config_key: str, row: dict[str, Any]) -> str:
     return ""
 
 
-_FORM = "A record is a dict with `messages` (a list of {role, content}), or with `prompt`, `chosen` and `rejected`."
+_FORMS = ({"messages"}, {"prompt", "chosen", "rejected"}, {"prompt", "completion", "label"})
+_FORM = (
+    "A record is a dict with `messages` (a list of {role, content}), with `prompt`, `chosen` and `rejected`, or with `prompt`, "
+    "`completion` and `label`."
+)
 
 
 def make_dataset(dataset_class: Any, section: DatasetConfig) -> Any:
@@ -237,8 +241,7 @@ def make_dataset(dataset_class: Any, section: DatasetConfig) -> Any:
         raise ConfigError(f"The dataset {name} is empty: its length is 0.")
     with suppress(DataError):  # a bad row, which is reported or skipped later
         record = record_of(made, 0, name=name)
-        is_known = "messages" in record or {"prompt", "chosen", "rejected"} <= record.keys()
-        if section.processor is None and not is_known:
+        if section.processor is None and not any(form <= record.keys() for form in _FORMS):
             raise ConfigError(f"Record 0 of the dataset {name} has {sorted(record)}. {_FORM}")
     return made
 

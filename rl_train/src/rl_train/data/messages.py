@@ -69,6 +69,12 @@ class PreferenceDatumSpec(TypedDict):
     margin: NotRequired[float]
 
 
+class UnpairedDatumSpec(DatumSpec):
+    """One prompt with an answer, tokenized together; `label` says whether the answer is desirable."""
+
+    label: bool
+
+
 def get_formatted_message_log(
     message_log: Sequence[Mapping[str, Any]],
     tokenizer: Any,

@@ -1,17 +1,18 @@
-"""Datasets of preferences: turns rows with a chosen and a rejected answer, or several ranked ones, into pairs."""
+"""Datasets of preferences: pairs, from rows with two answers or several ranked ones, and answers with a label."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from itertools import combinations
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from rl_core.errors import DataError, format_value
 from rl_train.data.conversations import Messages, check_tool_use, kind_of, read_messages, tools_of, with_system_prompt
 from rl_train.data.image_sources import image_parts
 from rl_train.data.records import Records, RowReader
-from rl_train.data.row_sections import PreferenceFields
+from rl_train.data.row_sections import PreferenceFields, UnpairedFields
 
 
 class PreferenceRecord(TypedDict):
@@ -34,46 +35,98 @@ class PreferenceRecord(TypedDict):
     margin: NotRequired[float]
 
 
-class PairReader(RowReader[PreferenceFields, PreferenceRecord]):
-    """Creates the pairs of a row, by the keys of the config or by its function."""
+class UnpairedRecord(TypedDict):
+    """One answer with a label.
 
-    called = "pair"
+    Attributes:
+        prompt: The messages of the prompt: {role, content} each.
+        completion: The messages of the answer.
+        label: Whether the answer is desirable.
+        task_name: Its task.
+        tools: The tools available in it.
+    """
 
-    def records(self, row: dict[str, Any]) -> list[PreferenceRecord]:
-        """The row's pairs."""
+    prompt: Messages
+    completion: Messages
+    label: bool
+    task_name: str
+    tools: NotRequired[list[dict[str, Any]]]
+
+
+PreferenceT = TypeVar("PreferenceT", bound=PreferenceFields | UnpairedFields)
+
+
+class _AnswerReader(RowReader[PreferenceT, Any]):
+    """Creates the records of a row, by the keys of the config or by its function."""
+
+    @abstractmethod
+    def of_fields(self, row: dict[str, Any]) -> list[Any]:
+        """The records of the fields of a row, or of what the function of the config returned."""
+
+    def records(self, row: dict[str, Any]) -> list[Any]:
+        """The row's records."""
         if self.function is None:
             return self._with_row_images(self.with_nested(row))
         made = self.made(row)
         if not isinstance(made, Mapping):
-            raise DataError(f"{self.config.record_fn} returned {format_value(made)}: expected the fields of a pair")
+            raise DataError(f"{self.config.record_fn} returned {format_value(made)}: expected the fields of a {self.called}")
         return self._with_row_images(dict(made))
 
-    def _with_row_images(self, row: dict[str, Any]) -> list[PreferenceRecord]:
-        pairs = pairs_from_row(row, self.config)
-        for pair in pairs:
-            pair["prompt"] = self.with_images(pair["prompt"], row)
-            if image_parts([*pair["chosen"], *pair["rejected"]]):
+    def _with_row_images(self, row: dict[str, Any]) -> list[Any]:
+        records = self.of_fields(row)
+        for record in records:
+            record["prompt"] = self.with_images(record["prompt"], row)
+            if image_parts([message for part in ("chosen", "rejected", "completion") for message in record.get(part, ())]):
                 raise DataError("an answer has an image, but only prompts can have images: remove it or the row")
-        return pairs
+        return records
 
-    def kind(self, record: PreferenceRecord) -> frozenset[str]:
+    def kind(self, record: Any) -> frozenset[str]:
         """Features of a record that a chat template may not support: its roles and tool use."""
-        return kind_of([*record["prompt"], *record["chosen"], *record["rejected"]], record.get("tools"))
+        messages = [message for part in ("prompt", "chosen", "rejected", "completion") for message in record.get(part, ())]
+        return kind_of(messages, record.get("tools"))
 
     def prompt_of(self, row: dict[str, Any]) -> Any:
-        """The prompt of both answers, without the system message that the config adds."""
+        """The prompt of the row's answers, without the system message that the config adds."""
         prompt = self.records(row)[0]["prompt"]
         return [message for message in prompt if message != {"role": "system", "content": self.config.system_prompt}]
 
 
-class PreferenceDataset(Records[PreferenceRecord]):
-    """The pairs of any source.
+class PairReader(_AnswerReader[PreferenceFields]):
+    """Creates the pairs of a row, or with `split_pairs` the answers of these pairs with their labels."""
+
+    called = "pair"
+
+    def of_fields(self, row: dict[str, Any]) -> list[PreferenceRecord] | list[UnpairedRecord]:
+        pairs = pairs_from_row(row, self.config)
+        return [answer for pair in pairs for answer in _answers_of(pair)] if self.config.split_pairs else pairs
+
+
+class UnpairedReader(_AnswerReader[UnpairedFields]):
+    """Creates the labelled answer of a row."""
+
+    called = "labelled answer"
+
+    def of_fields(self, row: dict[str, Any]) -> list[UnpairedRecord]:
+        return [unpaired_from_row(row, self.config)]
+
+
+class PreferenceDataset(Records[PreferenceRecord | UnpairedRecord]):
+    """The pairs of any source, or with `split_pairs` their answers.
 
     A row is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
     "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
     """
 
     reader = PairReader
+
+
+class UnpairedDataset(Records[UnpairedRecord]):
+    """The labelled answers of any source.
+
+    A row is `{"prompt": ..., "completion": ..., "label": true}`; a prompt or answer is a text or a list of messages.
+    """
+
+    reader = UnpairedReader
 
 
 def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[PreferenceRecord]:
@@ -84,7 +137,60 @@ def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[Prefer
     """
     if row.get(config.chosen_key) is None and row.get(config.completions_key) is not None:
         return [_pair(row, better, worse, config) for better, worse in _ranked(row, config)]
+    if row.get(config.chosen_key) is None and {"completion", "label"} <= row.keys():
+        raise DataError(
+            f"the field {config.chosen_key!r} is missing: the row has {_present(row)}, so it is one answer with a label. Read "
+            "such rows with `dataset_name: unpaired_preference`, and train on them with kto",
+            key="dataset_name",
+        )
     return [_pair(row, _field(row, config.chosen_key), _field(row, config.rejected_key), config)]
+
+
+def unpaired_from_row(row: dict[str, Any], config: UnpairedFields) -> UnpairedRecord:
+    """The labelled answer of one row.
+
+    Raises:
+        DataError: A field is absent or of the wrong kind.
+    """
+    if row.get(config.label_key) is None and {"chosen", "rejected"} <= row.keys():
+        raise DataError(
+            f"the field {config.label_key!r} is missing: the row has {_present(row)}, so it is a pair of answers. Read pairs "
+            "with `dataset_name: preference` and `split_pairs: true`, or train on them with dpo",
+            key="dataset_name",
+        )
+    label = _label(_field(row, config.label_key), config.label_key)
+    given = _field(row, config.completion_key)
+    completion = read_messages(given, f"the field {config.completion_key!r}, {format_value(given)},", role="assistant")
+    prompt = _prompt(row, config)
+    completion = _without(prompt, completion)
+    prompt = with_system_prompt(prompt, config.system_prompt)
+    if all(message["role"] in ("system", "developer") for message in prompt):
+        raise DataError(f"there is no prompt: the field {config.prompt_key!r} has only {[m['role'] for m in prompt]}")
+    _check_answers(completion=completion)
+    record = UnpairedRecord(prompt=prompt, completion=completion, label=label, task_name=config.task_name or "default")
+    if tools := _tools(row, config, prompt, completion):
+        record["tools"] = tools
+    return record
+
+
+def _label(value: Any, key: str) -> bool:
+    """A label as it is or as text, in any case."""
+    read = {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(read, bool | int | float) or read not in (0, 1):
+        raise DataError(
+            f"the field {key!r} is {format_value(value)}: expected true or 1 for a desirable answer, false or 0 for an "
+            "undesirable one. If the field has another meaning, set another `label_key`"
+        )
+    return bool(read)
+
+
+def _answers_of(pair: PreferenceRecord) -> Iterator[UnpairedRecord]:
+    """Both answers of a pair: the chosen one is desirable, the rejected one is not."""
+    for completion, label in ((pair["chosen"], True), (pair["rejected"], False)):
+        record = UnpairedRecord(prompt=pair["prompt"], completion=completion, label=label, task_name=pair["task_name"])
+        if "tools" in pair:
+            record["tools"] = pair["tools"]
+        yield record
 
 
 def _ranked(row: dict[str, Any], config: PreferenceFields) -> list[tuple[Any, Any]]:
@@ -125,8 +231,7 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceFields
     chosen = read_messages(better, f"the better answer {format_value(better)}", role="assistant")
     rejected = read_messages(worse, f"the worse answer {format_value(worse)}", role="assistant")
     if row.get(config.prompt_key) is not None:
-        asked = row[config.prompt_key]
-        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {format_value(asked)},", role="user")
+        prompt = _prompt(row, config)
         # Answers may also be whole conversations, which repeat the prompt.
         chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
     else:
@@ -135,14 +240,26 @@ def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceFields
     prompt = with_system_prompt(prompt, config.system_prompt)
     _check(prompt, chosen, rejected, row, config)
     record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
-    tools = tools_of(row, config.tools_key, is_named=config.names_tools)
-    for answer in (chosen, rejected):
-        check_tool_use([*prompt, *answer], tools)
-    if tools:
+    if tools := _tools(row, config, prompt, chosen, rejected):
         record["tools"] = tools
     if row.get(config.margin_key) is not None:
         record["margin"] = _margin(row[config.margin_key], config.margin_key)
     return record
+
+
+def _prompt(row: dict[str, Any], config: PreferenceFields | UnpairedFields) -> Messages:
+    asked = _field(row, config.prompt_key)
+    return read_messages(asked, f"the field {config.prompt_key!r}, {format_value(asked)},", role="user")
+
+
+def _tools(
+    row: dict[str, Any], config: PreferenceFields | UnpairedFields, prompt: Messages, *answers: Messages
+) -> list[dict[str, Any]]:
+    """The tools of a row, whose use in each answer is checked."""
+    tools = tools_of(row, config.tools_key, is_named=config.names_tools)
+    for answer in answers:
+        check_tool_use([*prompt, *answer], tools)
+    return tools
 
 
 def _margin(margin: Any, key: str) -> float:
@@ -162,9 +279,14 @@ def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str
             f"there is no prompt: the row has {_present(row)} but no {config.prompt_key!r}, and its answers have no common "
             f"beginning"
         )
-    for name, answer in (("better", chosen), ("worse", rejected)):
+    _check_answers(better=chosen, worse=rejected)
+
+
+def _check_answers(**answers: Messages) -> None:
+    for name, answer in answers.items():
         if not any(message["role"] == "assistant" for message in answer):
-            raise DataError(f"the {name} answer has no assistant message: found {[m['role'] for m in answer]}")
+            what = "the completion" if name == "completion" else f"the {name} answer"
+            raise DataError(f"{what} has no assistant message: found {[m['role'] for m in answer]}")
 
 
 def _without(prompt: Messages, conversation: Messages) -> Messages:

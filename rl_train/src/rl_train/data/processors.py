@@ -20,6 +20,7 @@ from rl_train.data.messages import (
     DatumSpec,
     MessageLog,
     PreferenceDatumSpec,
+    UnpairedDatumSpec,
     add_loss_mask_to_message_log,
     get_formatted_message_log,
     prompt_log,
@@ -146,6 +147,38 @@ def preference_datum(
         task_name=record.get("task_name") or "default",
         margin=record.get("margin", 0.0),
     )
+
+
+def unpaired_datum(
+    record: Mapping[str, Any],
+    *,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+) -> UnpairedDatumSpec:
+    """A record's conversation as in `preference_datum`, with its label.
+
+    Args:
+        record: A `preferences.UnpairedRecord`.
+        idx: Its index in the dataset.
+        tokenizer: A Transformers tokenizer.
+        max_length: Maximum number of tokens of the conversation; None for no limit.
+        on_too_long: How a longer one is handled.
+
+    Raises:
+        DataError: As in `prompt_datum`, or the record has no label.
+    """
+    if missing := {"prompt", "completion", "label"} - record.keys():
+        raise DataError(
+            f"record {idx} has {sorted(record)} but not {sorted(missing)}: use a dataset of answers with a label, such as "
+            "`dataset_name: unpaired_preference`"
+        )
+    messages, is_cut = _tokenizable([*record["prompt"], *record["completion"]], idx, max_length, on_too_long)
+    log = _answered(messages, len(record["prompt"]), tokenizer, record.get("tools"))
+    check_trained(log, "the desirable answer" if record["label"] else "the answer", may_be_empty=not record["label"])
+    datum = _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
+    return UnpairedDatumSpec(**datum, label=bool(record["label"]))
 
 
 def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
@@ -285,7 +318,7 @@ def _truncate(log: MessageLog, max_length: int) -> None:
         left = min(left - len(message["token_ids"]), max_length)
 
 
-_FIELDS = ("messages", "prompt", "chosen", "rejected", "prefill", "tools")
+_FIELDS = ("messages", "prompt", "chosen", "rejected", "completion", "prefill", "tools")
 _TOKENS_KEPT = 1 << 22
 """Most tokens of rows that are kept, so that a row that is checked before a run is tokenized once."""
 _BYTES_PER_TOKEN = 12

@@ -8,8 +8,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_core.config.schema import DatasetConfig
+from rl_core.config.schema import DatasetConfig, RecordKind
 from rl_core.config.section import INPUT_PATH, NAME_OR_PATH
+
+TOOLS = (
+    "Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default `tools`, rows may "
+    "lack the field; any other field must exist (null or an empty list for none). null disables tools."
+)
+"""Description of `tools_key`."""
 
 
 class OnBadRow(StrEnum):
@@ -102,7 +108,7 @@ class HuggingFaceSource(RowsConfig):
 class RecordFields(RowsConfig):
     """Rows that are prompts, with or without answers, or conversations."""
 
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
+    record_kind: ClassVar[RecordKind | None] = "conversations"
 
     input_key: str = Field("question", description="Field with the prompt: text, or a list of {role, content} messages.")
     output_key: str | None = Field(
@@ -115,12 +121,7 @@ class RecordFields(RowsConfig):
         description="Field with the assistant's response, text or a list of messages, appended to the prompt. Used for "
         "supervised training.",
     )
-    tools_key: str | None = Field(
-        "tools",
-        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
-        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
-        "disables tools.",
-    )
+    tools_key: str | None = Field("tools", description=TOOLS)
     env_keys: tuple[str, ...] = Field(
         (),
         description="Additional fields passed to the environment under their own names. A nested field, such as "
@@ -175,7 +176,7 @@ class RecordFields(RowsConfig):
 class PreferenceFields(RowsConfig):
     """Rows with a prompt, a chosen and a rejected answer."""
 
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "pairs"
+    record_kind: ClassVar[RecordKind | None] = "pairs"
 
     prompt_key: str = Field(
         "prompt",
@@ -184,12 +185,7 @@ class PreferenceFields(RowsConfig):
     )
     chosen_key: str = Field("chosen", description="Field with the better answer: text, or a list of messages.")
     rejected_key: str = Field("rejected", description="Field with the worse answer, in the same format.")
-    tools_key: str | None = Field(
-        "tools",
-        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
-        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
-        "disables tools.",
-    )
+    tools_key: str | None = Field("tools", description=TOOLS)
     completions_key: str = Field(
         "completions",
         description="For rows without a chosen answer: field with a list of {completion, rank}, where rank 0 is the best, or "
@@ -205,8 +201,40 @@ class PreferenceFields(RowsConfig):
         description="Field with the margin of the pair, a number that reward model training subtracts from the difference of "
         "the two scores; 0 for rows that lack it.",
     )
+    split_pairs: bool = Field(
+        False,
+        description="Whether each pair becomes two answers with a label, for KTO: the chosen one is desirable, the other one "
+        "undesirable.",
+    )
     system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
+
+    @property
+    def kind_of_records(self) -> RecordKind | None:
+        return "unpaired" if self.split_pairs else self.record_kind
 
     @model_validator(mode="after")
     def _keys_exclude_record_fn(self) -> PreferenceFields:
+        if self.split_pairs and "margin_key" in self.changed():
+            raise ValueError("split_pairs separates the two answers, so margin_key has no effect: remove one of them")
         return self._without_record_fn_or({"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"})
+
+
+class UnpairedFields(RowsConfig):
+    """Rows with a prompt, one answer, and a label that says whether the answer is good."""
+
+    record_kind: ClassVar[RecordKind | None] = "unpaired"
+
+    prompt_key: str = Field("prompt", description="Field with the prompt: text, or a list of {role, content} messages.")
+    completion_key: str = Field(
+        "completion", description="Field with the answer: text, or a list of messages, which may repeat the prompt."
+    )
+    label_key: str = Field(
+        "label",
+        description="Field with the label: true or 1 for a desirable answer, false or 0 for an undesirable one; also as text.",
+    )
+    tools_key: str | None = Field("tools", description=TOOLS)
+    system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
+
+    @model_validator(mode="after")
+    def _keys_exclude_record_fn(self) -> UnpairedFields:
+        return self._without_record_fn_or({"prompt_key", "completion_key", "label_key", "tools_key"})

@@ -190,7 +190,8 @@ def _models(
             undescribed.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
             continue
         train = None if model.frozen else microbatch(run, model, training=True)
-        score = microbatch(run, model, training=False) if model.frozen or run.algorithm.runtime_needs.samples else None
+        scores = model.frozen or run.algorithm.runtime_needs.samples or extra_scored_rows(run)
+        score = microbatch(run, model, training=False) if scores else None
         if planner.shares_prefixes(on_gpu=on_gpu):
             train = with_shared_prefixes(run, train) if train is not None and not loss.allows_dropout else train
             score = None if score is None else with_shared_prefixes(run, score)
@@ -454,6 +455,12 @@ def rows_of_step(run: RunConfig) -> int:
     if needs.records is not None:
         return needs.records.records_per_step * (2 if needs.records.pairs else 1)
     return 1
+
+
+def extra_scored_rows(run: RunConfig) -> int:
+    """Number of rows that a step only scores, under the policy and the reference policy, over all ranks."""
+    records = run.algorithm.runtime_needs.records
+    return 0 if records is None else records.extra_scored_rows
 
 
 def longest_prompt(run: RunConfig) -> int:

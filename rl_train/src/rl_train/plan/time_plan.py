@@ -33,6 +33,7 @@ from rl_train.config.schema import CheckpointingConfig, LoggingConfig, Profiling
 from rl_train.files import parse_size
 from rl_train.metrics.measured import PEAK_TFLOPS
 from rl_train.plan.planner import (
+    extra_scored_rows,
     longest_prompt,
     memory_planner,
     microbatch,
@@ -234,6 +235,8 @@ def _passes(run: RunConfig, registry: Registry, gpu: Gpu, name: str, model: Poli
     speed = gpus * gpu.flops(model.dtype_name) / (1 + (planner.stages - 1) / max(1.0, microbatches))
     score = _forward_flops(sizes, tokens=tokens, scored=tokens, length=length) / speed
     times = dict.fromkeys(_scoring(run, registry, name, steps), count * score)
+    for phase in ("score", "reference") if name == "policy" and (extra := extra_scored_rows(run)) else ():
+        times[phase] = times.get(phase, 0.0) + extra / rows_of_step(run) * count * score
     if steps is not None:
         forward = _forward_flops(sizes, tokens=tokens, scored=scored, length=length)
         frozen = 2 * (sizes.get("frozen", 0.0) * tokens + sizes.get("frozen_head", 0.0) * scored)

@@ -1,4 +1,4 @@
-"""Batches of conversations, or of preference pairs, with a mask of the assistant's tokens."""
+"""Batches of conversations, preference pairs or labelled answers, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -89,4 +89,18 @@ class PreferenceBatches(TrainingBatches):
         rows = super()._rows(answers)
         rows["prompt_id"] = torch.arange(len(datums)).repeat_interleave(2)
         rows["margins"] = torch.tensor([answer["margin"] for answer in answers], dtype=torch.float32)
+        return rows
+
+
+class UnpairedBatches(TrainingBatches):
+    """Labelled answers as rows, with `desirable`.
+
+    Args:
+        loader: yields answers with a label.
+        pad_token_id: padding of `input_ids`.
+    """
+
+    def _rows(self, datums: Sequence[Any]) -> BatchedDataDict[Any]:
+        rows = super()._rows(datums)
+        rows["desirable"] = torch.tensor([datum["label"] for datum in datums], dtype=torch.float32)
         return rows

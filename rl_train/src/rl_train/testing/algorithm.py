@@ -99,8 +99,9 @@ class AlgorithmConformance(Conformance[_Trained]):
         network |= {"precision": "float32", "max_total_sequence_length": _LENGTH, "tokenizer": {"chat_template": _TEMPLATE}}
         step = {"train_micro_batch_size": 4, "optimizer": {"kwargs": {"lr": 0.01}}, **cls.policy, **policy}
         engine = {"generation": {"backend": backends[Kind.GENERATION], "max_new_tokens": 8}} if needs.samples else {}
-        dataset = "preference" if needs.records and needs.records.pairs else "jsonl"
-        answer = {"response_key": "expected_answer"} if needs.records and not needs.records.pairs else {}
+        kind = settings.record_kind
+        dataset = {"conversations": "jsonl", "pairs": "preference", "unpaired": "unpaired_preference"}[kind]
+        answer = {"response_key": "expected_answer"} if needs.records and kind == "conversations" else {}
         sections = {
             name: section,
             **paths,
@@ -141,7 +142,8 @@ class AlgorithmConformance(Conformance[_Trained]):
                 "chosen": texts["expected_answer"],
                 "rejected": str(drawn.randrange(1000, 9999)),
             }
-            rows.append({**texts, **pair})
+            label = number % 2 == 0
+            rows.append({**texts, **pair, "completion": pair["chosen" if label else "rejected"], "label": label})
         (cls._folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return cls.trained("first")
 

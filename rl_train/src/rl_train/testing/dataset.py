@@ -7,9 +7,10 @@ import json
 import pickle
 import random
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, ClassVar
 
-from rl_core.config.schema import DatasetConfig
+from rl_core.config.schema import DatasetConfig, RecordKind
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import DataError
 from rl_core.plugins.component import Kind
@@ -20,7 +21,12 @@ from rl_train.data.datasets import make_dataset, record_of
 from rl_train.data.holdout import prompt_digest
 
 _MOST = 16
-_PAIR = ("prompt", "chosen", "rejected")
+_LISTS: Mapping[RecordKind, tuple[str, ...]] = {
+    "conversations": ("messages",),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "unpaired": ("prompt", "completion"),
+}
+"""Lists of messages in a record."""
 _FORM, _EQUAL, _SEED = "test_records_have_the_documented_form", "test_equal_reads_are_equal", "test_other_seeds_change_nothing"
 _PROCESS = """
 from rl_train.testing import DatasetConformance
@@ -55,9 +61,12 @@ class DatasetConformance(Conformance[Any]):
     @classmethod
     def make(cls, **changes: Any) -> Any:
         """Create the dataset, as a run does."""
-        component = cls.registered()
-        section = section_of(component, DatasetConfig, {"dataset_name": cls.component, **cls.config, **changes})
-        return make_dataset(component.load(), section)
+        return make_dataset(cls.registered().load(), cls.section(**changes))
+
+    @classmethod
+    def section(cls, **changes: Any) -> Any:
+        """The section of the dataset, with other values of some keys."""
+        return section_of(cls.registered(), DatasetConfig, {"dataset_name": cls.component, **cls.config, **changes})
 
     @classmethod
     def records(cls, dataset: Any) -> dict[int, Any]:
@@ -82,12 +91,16 @@ class DatasetConformance(Conformance[Any]):
     def test_it_is_created_from_its_section(self) -> str:
         return f"{len(self.subject())} records"
 
-    @promise("Records have `messages`, or `prompt`, `chosen` and `rejected`, and other keys of the documented types.")
+    @promise(
+        "Records have `messages`, or `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`, and other keys "
+        "of the documented types."
+    )
     def test_records_have_the_documented_form(self) -> None:
-        kind = getattr(self.registered().load_config(), "record_kind", None)
         for index, record in self.records(self.subject()).items():
-            lists = _PAIR if kind == "pairs" or (kind is None and "chosen" in record) else ("messages",)
-            for name in lists:
+            kind = self.section().kind_of_records or next((kind for kind in _LISTS if _LISTS[kind][-1] in record), None)
+            if kind == "unpaired" and not isinstance(record["label"], bool):
+                raise Found(f"record {index} has the `label` {record['label']!r}, which is true or false.")
+            for name in _LISTS[kind or "conversations"]:
                 read_messages(list(record[name]), f"`{name}` of record {index}", role="user")
             info, task = record.get("extra_env_info", {}), record.get("task_name", "")
             if not isinstance(info, Mapping) or not isinstance(task, str):
@@ -105,11 +118,12 @@ class DatasetConformance(Conformance[Any]):
     def test_records_may_be_changed(self) -> None:
         before = self.digests(self.subject())
         for record in self.records(self.subject()).values():
-            for value in (record.get("extra_env_info"), *record.get("messages", record.get("chosen", ()))):
+            lists = [record[name] for name in dict.fromkeys(chain(*_LISTS.values())) if name in record]
+            for value in (record.get("extra_env_info"), *chain(*lists)):
                 if isinstance(value, dict):
                     value["rlcore"] = "changed"
-            for name in ("messages", *_PAIR):
-                record.get(name, []).append({"role": "assistant", "content": "changed"})
+            for messages in lists:
+                messages.append({"role": "assistant", "content": "changed"})
         self._check(self.digests(self.subject()), before, "a read after earlier records were changed")
 
     @promise("Records do not depend on the global random state, and reading them does not change it.", after=_EQUAL)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.schema import DatasetConfig
+from rl_core.config.schema import DatasetConfig, RecordKind
 from rl_core.config.validator import section_of_values
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.records import Dataset
@@ -18,7 +18,7 @@ from rl_train.config.schema import DataConfig, section_of
 from rl_train.config.values import expand_data_paths
 from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
 from rl_train.data.datasets import RecordDataset
-from rl_train.data.preferences import PreferenceDataset
+from rl_train.data.preferences import PreferenceDataset, UnpairedDataset
 from rl_train.data.records import Records, Rows, form_hint, open_rows
 from rl_train.data.row_sections import (
     HuggingFaceSource,
@@ -27,6 +27,7 @@ from rl_train.data.row_sections import (
     PreferenceFields,
     RecordFields,
     RowsConfig,
+    UnpairedFields,
 )
 from rl_train.data.rows import csv_problem
 from rl_train.files import looks_like_path
@@ -72,7 +73,7 @@ class ListedRows:
 
 
 def read_python_data(
-    dataset: Any, validation: Any, registry: Registry, *, wants_pairs: bool
+    dataset: Any, validation: Any, registry: Registry, *, kind: RecordKind
 ) -> tuple[DataConfig, Source, Source | None]:
     """The settings of all data, the training data, and the validation data if there is any.
 
@@ -82,14 +83,14 @@ def read_python_data(
             ...}`, as dicts or as models; or any map-style object of records.
         validation: The validation data, in any of these forms except the section of all data.
         registry: Used to look up datasets.
-        wants_pairs: Whether rows without a section are preference pairs.
+        kind: What rows without a section are.
 
     Raises:
         DataError: The data does not exist, or a row is invalid.
         ConfigError: A section is invalid.
     """
     data = _data_section(dataset, registry)
-    read_one = partial(_source, registry=registry, wants_pairs=wants_pairs)
+    read_one = partial(_source, registry=registry, kind=kind)
     if data is None:
         data, held_out = DataConfig(), None
         train: Source | None = read_one(dataset, "dataset", bad_rows=BadRows())
@@ -135,7 +136,7 @@ def _dataset_section(dataset: Any, name: str, registry: Registry) -> DatasetConf
     return section
 
 
-def _source(dataset: Any, name: str, *, registry: Registry, wants_pairs: bool, bad_rows: BadRows) -> Source:
+def _source(dataset: Any, name: str, *, registry: Registry, kind: RecordKind, bad_rows: BadRows) -> Source:
     if isinstance(dataset, DatasetConfig | Mapping) and not is_dataset_dict(dataset):
         section = _dataset_section(dataset, name, registry)
         return read_source(section, registry, name=name, bad_rows=bad_rows)
@@ -145,7 +146,7 @@ def _source(dataset: Any, name: str, *, registry: Registry, wants_pairs: bool, b
         name, rows = str(dataset), _rows_at(str(dataset))
     else:
         rows = _rows_in_memory(dataset, name)
-    return Source(records=_records(rows, wants_pairs=wants_pairs), name=name, bad_rows=bad_rows)
+    return Source(records=_records(rows, kind=kind), name=name, bad_rows=bad_rows)
 
 
 def _rows_in_memory(rows: Any, name: str) -> Rows:
@@ -175,9 +176,11 @@ def _rows_at(path_or_name: str) -> Rows:
     return open_rows(section)
 
 
-def _records(rows: Rows, *, wants_pairs: bool) -> RecordDataset | PreferenceDataset:
-    if wants_pairs:
+def _records(rows: Rows, *, kind: RecordKind) -> Records[Any]:
+    if kind == "pairs":
         return PreferenceDataset(PreferenceFields(dataset_name="rows"), rows)
+    if kind == "unpaired":
+        return UnpairedDataset(UnpairedFields(dataset_name="rows"), rows)
     return RecordDataset(RecordFields(dataset_name="rows", **(_keys_of(rows) if len(rows) else {})), rows)
 
 
@@ -189,8 +192,8 @@ def _keys_of(rows: Rows) -> dict[str, Any]:
         raise DataError(f"{rows.row_location(0)}: {error}") from error
     if isinstance(rows[0].get("label"), bool) and "completion" in fields:
         raise DataError(
-            f"{rows.row_location(0)} has {sorted(fields)}: unpaired feedback, on which no algorithm trains yet. Pass the rows "
-            "with a good completion, without `label`, or pairs with `prompt`, `chosen` and `rejected`"
+            f"{rows.row_location(0)} has {sorted(fields)}: answers with a label, on which KTOTrainer trains. Or pass the rows "
+            "with a good completion, without `label`"
         )
     for wanted, keys in _FORMS:
         if wanted <= fields:

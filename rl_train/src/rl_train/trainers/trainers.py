@@ -157,7 +157,7 @@ class Trainer:
         """
         algorithm, is_validated = self.config.algorithm, validates(self.config)
         data, train, held_out = read_python_data(
-            dataset, validation if is_validated else None, self._registry, wants_pairs=algorithm.needs_preferences
+            dataset, validation if is_validated else None, self._registry, kind=algorithm.record_kind
         )
         if is_validated and held_out is None:
             raise ConfigError(
@@ -320,6 +320,12 @@ class DPOTrainer(Trainer):
     """Trains on preference pairs: records of `prompt`, `chosen` and `rejected`, each a text or messages."""
 
     algorithm = "dpo"
+
+
+class KTOTrainer(Trainer):
+    """Trains on labelled answers: records of `prompt`, `completion` and `label`; the first two are texts or messages."""
+
+    algorithm = "kto"
 
 
 class RewardModelTrainer(Trainer):

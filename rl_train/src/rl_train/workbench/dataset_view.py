@@ -34,6 +34,8 @@ class RenderedRow:
     tokens: int
     expected: Any
     """The expected answer of a prompt; None if it has none."""
+    label: bool | None
+    """Whether a labelled answer is desirable; None for other kinds of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +45,17 @@ class DatasetView:
     name: str
     """`train`, `validation`, or `validation_sets.NAME`."""
     kind: str
-    """What a row is: `prompts`, `conversations` or `pairs`."""
+    """What a row is: `prompts`, `conversations`, `pairs` or `unpaired` (an answer with a label)."""
     rows: int
     lengths: tuple[int, ...]
     """Length in tokens of each measured row; of a pair, the length of its longer conversation."""
     longest_row: str
     """Location of the longest measured row."""
     empty_answers: int
-    """Number of measured prompts whose expected answer is empty, conversations whose last response is, or pairs whose rejected
-    answer is."""
+    """Number of measured prompts whose expected answer is empty, conversations whose last response is, pairs whose rejected
+    answer is, or undesirable answers that are empty."""
+    desirable: int
+    """Number of measured answers with the label desirable; 0 for other kinds of rows."""
     unwritable_answers: int
     """Number of measured prompts whose expected answer has text that the tokenizer cannot represent."""
     unknown_token: str | None
@@ -120,6 +124,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 lengths=lengths,
                 longest_row=row_location(records, indices[lengths.index(max(lengths))]),
                 empty_answers=len(found["empty_answers"]),
+                desirable=sum(bool(reader.label(index)) for index in indices),
                 unwritable_answers=len(found["unwritable_answers"]),
                 unknown_token=reader.unknown_token,
                 unknown=unknown,
@@ -153,12 +158,10 @@ class _RowMeasure:
             self.kind = "prompts"
             self.limit = run.data.max_input_seq_length or self.limit - 1
             loader = prompt_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False, tools=prepared.tools)
-        elif run.algorithm.needs_preferences:
-            self.kind = "pairs"
-            loader = preference_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
         else:
-            self.kind = "conversations"
-            loader = conversation_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
+            self.kind = run.algorithm.record_kind
+            load = conversation_loader if self.kind == "conversations" else preference_loader
+            loader = load(source, unlimited, tokenizer, batch_size=1, shuffle=False)
         self._rows: Any = loader.dataset
         self._parts = [rows.records for rows in getattr(self._rows, "parts", [self._rows])]
         self.records = ConcatDataset(self._parts)
@@ -175,9 +178,14 @@ class _RowMeasure:
         answer = expected_answer(row.get("extra_env_info")) if self.kind == "prompts" else self._response(index)
         return int(length), self._unknown(tokens), answer
 
+    def label(self, index: int) -> bool | None:
+        """Whether a labelled answer is desirable; None for other kinds of rows."""
+        return self._rows[index]["label"] if self.kind == "unpaired" else None
+
     def _response(self, index: int) -> Any:
-        """The last message of a conversation or a rejected answer, if the model writes it and calls no tool in it."""
-        last = self.records[index].get("messages" if self.kind == "conversations" else "rejected", [{}])[-1]
+        """The last message of a conversation, or of an answer that may be empty, if the model writes it and calls no tool."""
+        answer = {"conversations": "messages", "pairs": "rejected", "unpaired": "completion"}[self.kind]
+        last = self.records[index].get(answer, [{}])[-1]
         return last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
     def unknown_tokens(self, texts: Sequence[str]) -> int:
@@ -200,6 +208,7 @@ class _RowMeasure:
             trained=tuple(trained),
             tokens=length,
             expected=answer if self.kind == "prompts" else None,
+            label=self.label(index),
         )
 
     def _logs(self, row: Mapping[str, Any]) -> list[Any]:

@@ -13,6 +13,8 @@ __all__ = [
     "DistillationLossFn",
     "GRPOLossConfig",
     "GRPOLossFn",
+    "KTOLossConfig",
+    "KTOLossFn",
     "MseValueLossConfig",
     "MseValueLossFn",
     "NLLLossConfig",
@@ -26,13 +28,13 @@ __getattr__ = import_on_first_use(
     __name__,
     {
         ".config": (
-            "BradleyTerryLossConfig ClippedPGLossConfig DPOLossConfig DistillationLossConfig GRPOLossConfig MseValueLossConfig "
-            "NLLLossConfig PreferenceLossConfig"
+            "BradleyTerryLossConfig ClippedPGLossConfig DPOLossConfig DistillationLossConfig GRPOLossConfig KTOLossConfig "
+            "MseValueLossConfig NLLLossConfig PreferenceLossConfig"
         ),
         ".kl": "calculate_kl",
         ".distillation": "DistillationLossFn",
         ".policy_gradient": "ClippedPGLossFn GRPOLossFn",
-        ".supervised": "BradleyTerryLossFn DPOLossFn NLLLossFn PreferenceLossFn",
+        ".supervised": "BradleyTerryLossFn DPOLossFn KTOLossFn NLLLossFn PreferenceLossFn",
         ".value": "MseValueLossFn",
     },
 )

@@ -1,4 +1,4 @@
-"""Losses on given answers: likelihood (SFT), preferences between pairs (DPO and its relatives), and scores of a reward model.
+"""Losses on given answers: likelihood (SFT), pairs (DPO and its relatives), labels (KTO), and scores of a reward model.
 
 Row 2i of a batch of pairs is a chosen answer and row 2i + 1 the rejected answer to the same prompt. Each answer has a score;
 the loss is a function of the margin, the score of the chosen answer minus that of the rejected one. With L the
@@ -18,10 +18,11 @@ s is the logistic function. Notation: B rows, T tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.functional import logsigmoid, relu
+from torch.nn.functional import logsigmoid, relu, sigmoid
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType
@@ -30,6 +31,7 @@ from rl_train.algorithms.losses.config import (
     DPOLossConfig,
     HingeLossConfig,
     IPOLossConfig,
+    KTOLossConfig,
     NLLLossConfig,
     ORPOLossConfig,
     PreferenceLossConfig,
@@ -63,6 +65,8 @@ class NLLLossFn(LossFunction):
 REFERENCE = "reference_policy_logprobs"
 TIE = 1e-5
 """Scores that differ by at most this much are equal: two passes over the same tokens may sum in another order."""
+_LEAST_SHARE = 1e-6
+"""Smallest fraction of rows that is not a rounding error."""
 _MAX_MEAN_LOGPROB = -1e-6
 """Upper bound of mean log-probabilities in odds: an answer with probability 1 has infinite odds."""
 
@@ -210,6 +214,67 @@ class ORPOLossFn(PreferenceLossFn):
 def _smoothed(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     loss: torch.Tensor = -(1.0 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
     return loss
+
+
+class KTOLossFn(LossFunction):
+    """Kahneman-Tversky optimization: each answer has a label, desirable or undesirable.
+
+    With R = log p - log p_ref of the whole answer in nats, and K the KL of the policy to the reference policy, which has no
+    gradient, the loss of an answer is
+
+        desirable     w_d (1 - s(b (R - K)))
+        undesirable   w_u (1 - s(b (K - R)))
+
+    as in https://arxiv.org/abs/2402.01306, equation 8. `rl_train.algorithms.kto` estimates K from all rows of a step
+    (`kl_estimates`), so it is the same in every microbatch. The loss is a mean over the answers of the global batch.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    required_keys = frozenset({REFERENCE, "desirable", "kl_estimates"})
+    optional_keys = frozenset({"accuracies"})
+
+    def __init__(self, config: KTOLossConfig | None = None) -> None:
+        self.config = config or KTOLossConfig()
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of the answers and its metrics, see `LossFunction`; rewards are divided by all answers."""
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
+        is_desirable, beta = data["desirable"] > 0, self.config.reference_policy_kl_penalty
+
+        def mean(of_rows: torch.Tensor) -> torch.Tensor:
+            total: torch.Tensor = (of_rows * data["sample_mask"]).sum() / global_valid_seqs.clamp(min=1.0)
+            return total
+
+        rewards = beta * row_sums(next_token_logprobs - data[REFERENCE], mask)
+        leads = (rewards - beta * data["kl_estimates"]) * torch.where(is_desirable, 1.0, -1.0)
+        weights = torch.where(is_desirable, self.config.desirable_weight, self.config.undesirable_weight)
+        loss = mean(weights * sigmoid(-leads))  # 1 - s(x) = s(-x)
+        rewards, desirable = rewards.detach(), is_desirable.float()
+        return loss, {
+            **({"kto/accuracy": mean(data["accuracies"])} if "accuracies" in data else {}),
+            "kto/reward_desirable": mean(rewards * desirable),
+            "kto/reward_undesirable": mean(rewards * (1.0 - desirable)),
+            "kto/desirable_frac": mean(desirable),
+            "kto/kl": mean(data["kl_estimates"]),
+        }
+
+    def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics with mean rewards of each label that occurs, and with the margin if both do."""
+        reported = dict(metrics)
+        share = metrics["kto/desirable_frac"]
+        for name, of_label in (("kto/reward_desirable", share), ("kto/reward_undesirable", 1.0 - share)):
+            total = reported.pop(name)
+            if of_label > _LEAST_SHARE:
+                reported[name] = total / of_label
+        if {"kto/reward_desirable", "kto/reward_undesirable"} <= reported.keys():
+            reported["kto/margin"] = reported["kto/reward_desirable"] - reported["kto/reward_undesirable"]
+        return reported
 
 
 class BradleyTerryLossFn(LossFunction):

@@ -36,6 +36,7 @@ METRICS: Final = {
     "refit/bytes refit/weight_version refit/moved generation/restarts",
     "preference pairs": "preference/accuracy preference/margin preference/score_chosen preference/score_rejected "
     "preference/logprob_chosen preference/logprob_rejected",
+    "labelled answers": "kto/margin kto/reward_desirable kto/reward_undesirable kto/desirable_frac kto/kl",
     "a teacher": "distillation/kl_forward distillation/kl_reverse distillation/kl_sampled distillation/topk_mass_teacher "
     "distillation/topk_mass_student distillation/argmax_agreement",
     "a value model": "loss/value value/explained_variance value/mean value/return_mean value/clipped_frac value/grad_norm "
@@ -48,6 +49,7 @@ VALIDATION: Final = {
     "several samples per validation prompt": "pass@* cons@*",
     "records": "loss tokens",
     "preference pairs": "accuracy margin score_chosen score_rejected logprob_chosen logprob_rejected",
+    "labelled answers": "accuracy margin reward_desirable reward_undesirable desirable_frac kl",
     "a teacher": "loss tokens kl_forward kl_reverse kl_sampled topk_mass_teacher topk_mass_student argmax_agreement",
 }
 """The same for `validation/...`."""
@@ -129,7 +131,8 @@ def _written_with(run: RunConfig) -> dict[str, bool]:
         "several samples per validation prompt": needs.samples and needs.val_samples_per_prompt > 1 and _has_accuracy(run),
         "an engine": needs.samples,
         "records": needs.records is not None,
-        "preference pairs": run.algorithm.needs_preferences,
+        "preference pairs": run.algorithm.record_kind == "pairs",
+        "labelled answers": run.algorithm.record_kind == "unpaired",
         "a teacher": "teacher" in needs.companions,
         "a value model": "value" in needs.companions,
     }

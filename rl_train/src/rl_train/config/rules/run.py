@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rl_core.config.diagnostics import KeyPath, Problem, dotted, show
 from rl_core.config.introspection import holds_free_keys, inner_annotation
-from rl_core.config.schema import DatasetConfig, SchedulerConfig
+from rl_core.config.schema import DatasetConfig, RecordKind, SchedulerConfig
 from rl_core.plugins.component import Capability, Kind, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_train.config.rules.components import validates
@@ -242,7 +242,12 @@ def engine_samples_single_rows(config: CheckedConfig) -> Iterator[Problem]:
         )
 
 
-_KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
+_KINDS: Final[Mapping[RecordKind, tuple[str, str]]] = {
+    "conversations": ("prompts or conversations", "`jsonl` reads JSON lines"),
+    "pairs": ("pairs of a chosen and a rejected answer", "`preference` reads pairs from JSON lines"),
+    "unpaired": ("answers with a label", "`unpaired_preference` reads JSON lines with `prompt`, `completion` and `label`"),
+}
+"""What a record is, and the dataset that reads such records."""
 
 
 def each_dataset(config: CheckedConfig) -> Iterator[tuple[str, KeyPath, DatasetConfig]]:
@@ -266,16 +271,19 @@ def processor_can_be_imported(config: CheckedConfig, key: str, path: KeyPath, se
 def records_are_of_the_kind_that_is_read(
     config: CheckedConfig, key: str, path: KeyPath, section: DatasetConfig
 ) -> Iterator[Problem]:
-    """Datasets have pairs of answers if the algorithm reads pairs, and prompts or conversations otherwise."""
-    run = config.run
-    wanted = "pairs" if run.algorithm.needs_preferences else "conversations"
-    if section.record_kind in (None, wanted) or not _is_used(config, key):
+    """Datasets have the records that the algorithm reads: conversations, pairs of answers, or answers with a label."""
+    run, kind = config.run, section.kind_of_records
+    wanted = run.algorithm.record_kind
+    if kind is None or kind == wanted or not _is_used(config, key):
         return
-    remedy = "`preference` reads pairs from JSON lines" if wanted == "pairs" else "`jsonl` reads JSON lines"
+    remedy = f"Use another dataset: {_KINDS[wanted][1]}."
+    if (kind, wanted) == ("pairs", "unpaired"):
+        remedy = "Set `split_pairs: true`, which makes two labelled answers of each pair, or train with dpo."
+    elif (kind, wanted) == ("unpaired", "pairs"):
+        remedy += " Answers with a label are trained by kto."
     yield Problem(
         (*path, "dataset_name"),
-        f"{section.dataset_name} has {_KINDS[str(section.record_kind)]}, but {run.algorithm_name} needs "
-        f"{_KINDS[wanted]}. Use another dataset: {remedy}.",
+        f"{section.dataset_name} has {_KINDS[kind][0]}, but {run.algorithm_name} needs {_KINDS[wanted][0]}. {remedy}",
     )
 
 
