@@ -39,6 +39,7 @@ FORMATS = {
         for a, b, c in SUMS
     ],
     "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(c), "rejected": str(c - 1)} for a, b, c in SUMS],
+    "labels": [{"prompt": f"{a}+{b}=", "completion": str(c - a % 2), "label": a % 2 == 0} for a, b, c in SUMS],
 }
 ALGORITHMS = {
     "numbers": "grpo",
@@ -51,6 +52,7 @@ ALGORITHMS = {
     "gsm8k": "grpo",
     "verl": "grpo",
     "pairs": "dpo",
+    "labels": "kto",
 }
 
 
@@ -203,22 +205,52 @@ def test_no_prompt_is_added_to_rows_that_ask_for_a_box(tmp_path, key):
 
 
 @pytest.mark.parametrize("label", [True, "false", 1])
-def test_unpaired_feedback_is_named_with_what_to_do(tmp_path, label):
-    rows = [{"prompt": "1+1=", "completion": "2", "label": label}] * 3
-    path = write(tmp_path / "feedback.jsonl", rows)
-    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
-    assert done.returncode == 2
-    assert "unpaired feedback, on which no algorithm trains yet. Keep the rows with a good completion" in done.stderr
-    advice = re.search(r"--question (\w+) --response (\w+)", done.stderr)
-    accepted = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new", *advice[0].split())
-    assert accepted.returncode == 0, accepted.stderr
+def test_answers_with_a_label_of_any_form_are_recognized(label):
+    form = recognize([{"prompt": "1+1=", "completion": "2", "label": label}] * 3, "feedback.jsonl")
+    assert (form.algorithms, form.keys) == (("kto",), {})
+
+
+def test_a_label_with_another_name_is_asked_for_and_read(tmp_path):
+    rows = [{"query": "1+1=", "response": "2", "answer": "true"}, {"query": "2+2=", "response": "5", "answer": "false"}] * 2
+    path, new = write(tmp_path / "feedback.jsonl", rows), tmp_path / "new"
+    refused = rlcore("init", path, "--model", MODEL, "--output", new)
+    assert refused.returncode == 2
+    assert "which is true or false. If answer says whether response is good: --question" in refused.stderr
+    advice = re.search(r"--question query --response response --label answer", refused.stderr)
+    done = rlcore("init", path, "--model", MODEL, "--output", new, *advice[0].split())
+    assert done.returncode == 0, done.stderr
+    read = yaml.safe_load((new / "config.yaml").read_text())["data"]["train"]
+    keys = {"prompt_key": "query", "completion_key": "response", "label_key": "answer"}
+    assert {name: read[name] for name in ("dataset_name", *keys)} == {"dataset_name": "unpaired_preference", **keys}
+    wrong = rlcore("init", path, "--model", MODEL, "--question", "query", "--label", "answer")
+    assert "Answers with a label need --question, --response and --label, without --answer." in wrong.stderr
+
+
+def test_pairs_are_split_into_labelled_answers_for_kto(tmp_path):
+    rows = write(tmp_path / "pairs.jsonl", FORMATS["pairs"])
+    done = rlcore("init", rows, "--model", MODEL, "--algorithm", "kto", "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    config = tmp_path / "new" / "config.yaml"
+    data = yaml.safe_load(config.read_text())["data"]["train"]
+    assert (data["dataset_name"], data["split_pairs"]) == ("preference", True)
+    assert rlcore("validate", config, "--deep").returncode == 0
+
+
+def test_data_show_counts_and_shows_the_labels(prepared):
+    shown = rlcore("data", "show", prepared / "labels" / "config.yaml", "--rows", "2").stdout
+    assert re.search(r"^train: \d+ labelled answers$", shown, flags=re.MULTILINE)
+    assert re.search(r"^  desirable: \d+ of \d+ \(\d", shown, flags=re.MULTILINE)
+    assert "    label: desirable" in shown
+    facts = json.loads(rlcore("data", "show", prepared / "labels" / "config.yaml", "--json").stdout)["datasets"][0]
+    assert 0 < facts["desirable"] < facts["rows"]
+    assert facts["kind"] == "unpaired"
 
 
 def test_the_format_is_that_of_most_rows_whatever_the_types_of_the_others():
     rows = [{"question": f"{a}+{b}=", "answer": [c, str(c)][a % 2]} for a, b, c in SUMS]
     rows += [{"question": 5, "answer": 6}, {"question": "1+1=", "answer": None}, {"question": "1+1=", "answer": [2]}]
     assert recognize(rows, "rows.jsonl").answer_key == "answer"
-    assert recognize([*FORMATS["pairs"], {"prompt": "1", "chosen": None}, {}], "rows.jsonl").algorithms == ("dpo", "rm")
+    assert recognize([*FORMATS["pairs"], {"prompt": "1", "chosen": None}, {}], "rows.jsonl").algorithms == ("dpo", "rm", "kto")
 
 
 def test_a_dirty_preference_export_lists_all_bad_rows_and_is_used_without_them(tmp_path):
@@ -466,7 +498,7 @@ def test_an_algorithm_that_does_not_fit_the_rows_is_refused(tmp_path):
     path = write(tmp_path / "pairs.jsonl", FORMATS["pairs"])
     done = rlcore("init", path, "--algorithm", "grpo", "--model", MODEL, "--output", tmp_path / "new")
     assert done.returncode == 2
-    assert "dpo or rm" in done.stderr
+    assert "dpo or rm or kto" in done.stderr
     assert "docs/algorithms/index.md" in done.stderr
 
 

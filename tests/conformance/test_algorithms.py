@@ -39,3 +39,8 @@ class TestDPO(AlgorithmConformance):
 @FULL
 class TestRewardModel(AlgorithmConformance):
     component = "rm"
+
+
+@FULL
+class TestKTO(AlgorithmConformance):
+    component = "kto"

@@ -40,3 +40,14 @@ class TestPreferences(DatasetConformance):
     component = "preference"
     config: ClassVar = {"path": str(ROWS / "pairs.jsonl")}
     bad_rows: ClassVar = {"sums.jsonl:1": {"path": str(ROWS / "sums.jsonl")}}
+
+
+class TestUnpairedPreferences(DatasetConformance):
+    component = "unpaired_preference"
+    config: ClassVar = {"path": str(ROWS / "labelled.jsonl")}
+    bad_rows: ClassVar = {"pairs.jsonl:1": {"path": str(ROWS / "pairs.jsonl")}}
+
+
+class TestSplitPairs(DatasetConformance):
+    component = "preference"
+    config: ClassVar = {"path": str(ROWS / "pairs.jsonl"), "split_pairs": True}

@@ -30,6 +30,7 @@ CASES = {
     "Hinge": ("dpo_hinge", {}),
     "SimPO": ("simpo", {}),
     "ORPO": ("orpo", {}),
+    "KTO": ("kto", {"desirable_weight": 1.5}),
     "TopK": ("distillation", {"topk": 4}),
     "TopKOfSequences": ("distillation", {"topk": 4, "token_level_loss": False}),
     "ReverseKL": ("distillation", {"topk": None, "divergence": "reverse_kl"}),

@@ -13,6 +13,7 @@ from rl_train.launch.train import train
 pytestmark = pytest.mark.slow
 
 PAIRS = {"train": {"dataset_name": "preference", "path": str(ROOT / "examples" / "addition" / "preferences" / "train.jsonl")}}
+LABELLED = {"train": {**PAIRS["train"], "split_pairs": True}}
 POLICY = {
     "backend": "hf",
     "model_name": str(MODEL),
@@ -40,6 +41,7 @@ RUNS = {
     },
     "dpo": {"dpo": {"global_batch_size": 8}, "policy": POLICY, "data": PAIRS},
     "rm": {"rm": {"global_batch_size": 8}, "policy": POLICY, "data": PAIRS},
+    "kto": {"kto": {"global_batch_size": 16}, "policy": POLICY, "data": LABELLED},
     "distillation": {
         "distillation": {"num_prompts_per_step": 16, "student_data_fraction": 0.5},
         "loss_fn": {"topk": 4},
@@ -69,6 +71,7 @@ CASES = [
     ("sft", TWO_RANKS),
     ("dpo", TWO_RANKS),
     ("rm", TWO_RANKS),
+    ("kto", TWO_RANKS),
     ("distillation", TWO_RANKS),
     ("grpo", IN_PROCESS),
     ("ppo", IN_PROCESS),

@@ -32,11 +32,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.estimators import make_estimator
+from rl_train.algorithms.kto import mismatched_rows
 from rl_train.algorithms.losses import config as pairs
 from rl_train.algorithms.losses import config as pg
 from rl_train.algorithms.losses.kl import sampling_weights
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
+from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, KTOLossFn, ORPOLossFn, SimPOLossFn
 from rl_train.algorithms.losses.trust_region_configs import GMPOLossConfig, SAPOLossConfig, VESPOLossConfig
 from rl_train.algorithms.losses.trust_regions import GMPOLossFn, SAPOLossFn, VESPOLossFn
 from rl_train.algorithms.policy_configs import AdvantageConfig
@@ -70,7 +71,7 @@ def trl():
         patch.setattr(probe, "is_vllm_available", lambda *args, **kwargs: False)
         importlib.import_module("datasets").disable_progress_bars()
         found = importlib.import_module("trl")
-        for name in ("GRPOTrainer", "RLOOTrainer", "DPOTrainer"):
+        for name in ("GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer"):
             getattr(found, name)
         yield found
 
@@ -116,7 +117,9 @@ def trainer(trl, models, tokenizer, tmp_path):
         else:
             common |= {"per_device_train_batch_size": 4, "remove_unused_columns": False}
             rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "34"}] * 4
-            more = {"ref_model": reference} if name == "DPOTrainer" else {}
+            more = {"ref_model": reference} if name in ("DPOTrainer", "KTOTrainer") else {}
+            if name == "KTOTrainer":
+                rows = [{"prompt": "1+1=", "completion": "2", "label": label} for label in (True, False)] * 2
         args = getattr(home, name.replace("Trainer", "Config"))(**common, **settings)
         made = getattr(home, name)(
             model=policy, args=args, train_dataset=dataset.from_list(rows), processing_class=tokenizer, **more
@@ -412,6 +415,46 @@ def test_the_page_of_migration_gives_the_loss_over_pairs_of_each_loss_type(train
     rows = Pairs(tokenizer)
     theirs = loss_and_gradient(models[0], peer.compute_loss(peer.model, rows.concatenated()))
     assert_same(loss_and_gradient(models[0], rows.ours(models, loss_fn)), theirs)
+
+
+@pytest.mark.parametrize("is_clamped", [False, True], ids=["estimate", "clamped estimate"])
+def test_kto_with_the_same_mismatched_rows_is_that_of_trl(trainer, models, tokenizer, is_clamped):
+    rows, labels = Pairs(tokenizer), torch.tensor([True, False, True, True, False, False, True, False])
+    columns = {"input_ids": rows.input_ids, "token_mask": rows.mask, "input_lengths": rows.attention.sum(-1)}
+    sample_mask = torch.ones(8, dtype=torch.float64)
+    other = mismatched_rows(BatchedDataDict({**columns, "sample_mask": sample_mask}), max_length=99)
+    with torch.no_grad():
+        policy, frozen = (logprobs_of(model, other["input_ids"]) for model in models)
+        ratios = ((policy - frozen) * other["token_mask"]).sum(-1)
+        if is_clamped:
+            other, ratios = other.select_indices((ratios < 0).nonzero().flatten().tolist()), ratios[ratios < 0]
+        kl = ratios.mean().clamp(min=0)
+        reference = logprobs_of(models[1], rows.input_ids) * rows.mask
+    assert (float(kl) == 0.0) == is_clamped
+    settings = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7}
+    peer = trainer("KTOTrainer", **settings)
+    attended = torch.arange(other["input_ids"].shape[1]) < other["input_lengths"][:, None]
+    theirs = {
+        "input_ids": rows.input_ids,
+        "attention_mask": rows.attention,
+        "completion_mask": rows.mask.long(),
+        "KL_input_ids": other["input_ids"],
+        "KL_attention_mask": attended.long(),
+        "KL_completion_mask": other["token_mask"].long(),
+        "label": labels,
+    }
+    found = loss_and_gradient(models[0], peer.compute_loss(peer.model, theirs))
+    settings["reference_policy_kl_penalty"] = settings.pop("beta")
+    batch = {
+        "token_mask": rows.mask,
+        "sample_mask": sample_mask,
+        "reference_policy_logprobs": reference,
+        "desirable": labels.double(),
+        "kl_estimates": kl.expand(8),
+    }
+    loss_fn, logprobs = KTOLossFn(pairs.KTOLossConfig(**settings)), logprobs_of(models[0], rows.input_ids) * rows.mask
+    loss, _ = loss_fn(logprobs, BatchedDataDict(batch), torch.tensor(8.0, dtype=torch.float64), rows.mask.sum())
+    assert_same(loss_and_gradient(models[0], loss), found)
 
 
 def test_the_sft_term_of_dpo_equals_that_of_trl_for_chosen_answers_of_equal_length(trainer, models, tokenizer):

@@ -185,6 +185,8 @@ def loss_of(name):
             "reference_policy_logprobs": now.detach() + 6 * draw(4, 9) - 3,
             "margins": draw(4),
             "input_ids": torch.arange(36).view(4, 9),
+            "desirable": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+            "kl_estimates": torch.full((4,), 0.5),
         }
         data |= loss.batch_columns(data)
         value, _ = loss(now, data, torch.tensor(4.0), mask.sum())
@@ -205,6 +207,7 @@ OBSERVED = [
     ("sft", needs_and_plans, "max_num_steps", 3, {}),
     ("dpo", needs_and_plans, "global_batch_size", 3, {}),
     ("rm", needs_and_plans, "global_batch_size", 3, {}),
+    ("kto", needs_and_plans, "global_batch_size", 3, {}),
     ("grpo", needs_and_plans, "num_prompts_per_step", 3, {}),
     ("grpo", needs_and_plans, "num_generations_per_prompt", 3, {}),
     ("grpo", needs_and_plans, "val_num_generations_per_prompt", 3, {}),
@@ -279,6 +282,9 @@ OBSERVED = [
     ("simpo", loss_of, "gamma", 3.0, {}),
     ("simpo", loss_of, "label_smoothing", 0.2, {}),
     ("orpo", loss_of, "preference_loss_weight", 0.7, {}),
+    ("kto", loss_of, "reference_policy_kl_penalty", 0.3, {}),
+    ("kto", loss_of, "desirable_weight", 2.0, {}),
+    ("kto", loss_of, "undesirable_weight", 2.0, {}),
 ]
 """Component, what is observed, the key, another value, and the other keys that it needs."""
 
@@ -290,7 +296,7 @@ def test_another_value_of_a_key_changes_the_result(component, observe, key, valu
     assert seen(**beside) == seen(**beside)
 
 
-ALL_OBSERVED = ("clipped_pg", "dpo", "simpo", "dppo", "sapo", "gmpo", "vespo", "clip_cov", "kl_cov")
+ALL_OBSERVED = ("clipped_pg", "dpo", "kto", "simpo", "dppo", "sapo", "gmpo", "vespo", "clip_cov", "kl_cov")
 
 
 @pytest.mark.parametrize("loss", ALL_OBSERVED)
@@ -298,7 +304,7 @@ def test_every_key_of_these_losses_is_observed(loss):
     model = registry().find("loss", loss).load_config()
     observed = {key for component, _, key, _, _ in OBSERVED if component == loss}
     # `name` chooses the loss; the horizon of an adaptive penalty acts over steps, see test_kl_penalty.
-    others = {"dpo"} if loss == "simpo" else {"clipped_pg"}
+    others = {"dpo"} if loss in ("simpo", "kto") else {"clipped_pg"}
     shared = {key for component, _, key, _, _ in OBSERVED if component in others}
     # One value of these is rejected.
     shared |= {"token_level_loss"} if loss == "gmpo" else set()

@@ -211,6 +211,63 @@ def test_preference_training_on_data_without_pairs_is_refused(files):
     assert files.load(DPO).run.data.train.dataset_name == "preference"
 
 
+KTO = """
+    kto: {}
+    policy: {backend: hf, model_name: some/model}
+    data:
+      train: {dataset_name: unpaired_preference, path: pairs.jsonl}
+"""
+LABELLED = '{"prompt": "1+1?", "completion": "2", "label": true}\n'
+
+
+def test_labelled_answers_and_pairs_are_refused_by_the_algorithms_of_each_other(files):
+    files.write(PAIR, "pairs.jsonl")
+    [error] = files.errors(KTO)
+    assert error.startswith("config.yaml:4:26: data.train.dataset_name: 1 of 1 rows of pairs.jsonl cannot be used")
+    assert "so it is a pair of answers. Read pairs with `dataset_name: preference` and `split_pairs: true`" in error
+    [error] = files.errors(KTO.replace("unpaired_preference", "preference"))
+    assert error == (
+        "config.yaml:4:25: data.train.dataset_name: preference has pairs of a chosen and a rejected answer, but kto needs "
+        "answers with a label. Set `split_pairs: true`, which makes two labelled answers of each pair, or train with dpo."
+    )
+    split = KTO.replace("unpaired_preference,", "preference, split_pairs: true,")
+    assert files.load(split).run.data.train.kind_of_records == "unpaired"
+    [error] = files.errors(split.replace("kto:", "dpo:"))
+    assert "data.train.dataset_name: preference has answers with a label, but dpo needs pairs of a chosen" in error
+    files.write(LABELLED, "pairs.jsonl")
+    assert files.load(KTO).run.algorithm_name == "kto"
+    [error] = files.errors(KTO.replace("kto:", "dpo:"))
+    assert error.endswith("`preference` reads pairs from JSON lines. Answers with a label are trained by kto.")
+    [error] = files.errors(DPO)
+    assert "so it is one answer with a label. Read such rows with `dataset_name: unpaired_preference`" in error
+    [error] = files.errors(KTO.replace("kto:", "sft:"))
+    assert "unpaired_preference has answers with a label, but sft needs prompts or conversations" in error
+
+
+@pytest.mark.parametrize("name", ["nll", "clipped_pg", "dpo", "orpo"])
+def test_kto_refuses_losses_that_do_not_use_labels(files, name):
+    files.write(LABELLED, "pairs.jsonl")
+    [error] = files.errors(f"{KTO}    loss_fn: {{name: {name}}}\n")
+    assert f"loss_fn.name: {name} does not use the labels of answers. Remove it, or use kto." in error
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [("dpo", "kto does not use pairs of answers"), ("rm", "kto needs log-probabilities of tokens")],
+)
+def test_the_loss_of_kto_is_refused_by_algorithms_on_pairs(files, algorithm, says):
+    files.write(PAIR, "pairs.jsonl")
+    errors = files.errors(DPO.replace("dpo:", f"{algorithm}:") + "    loss_fn: {name: kto}\n")
+    assert any(f"loss_fn.name: {says}" in error for error in errors)
+
+
+@pytest.mark.parametrize("weights", ["{desirable_weight: -1}", "{desirable_weight: 0, undesirable_weight: 0}"])
+def test_weights_of_kto_that_leave_no_loss_are_refused(files, weights):
+    files.write(LABELLED, "pairs.jsonl")
+    [error] = files.errors(f"{KTO}    loss_fn: {weights}\n")
+    assert "loss_fn" in error
+
+
 def test_supervised_training_on_pairs_is_refused(files):
     files.write(PAIR, "pairs.jsonl")
     [error] = files.errors(DPO.replace("dpo:", "sft:"))

@@ -51,6 +51,8 @@ def warnings(registry, example, *overrides):
         ("sft_addition", "reward/mean", "no component of the run writes such a metric"),
         ("sft_addition", "validation/acuracy", "no component of the run writes such a metric"),
         ("dpo_addition", "validation/margins", "Did you mean 'validation/margin'?"),
+        ("kto_addition", "validation/margins", "Did you mean 'validation/margin'?"),
+        ("kto_addition", "preference/accuracy", "no component of the run writes such a metric"),
         ("ppo_addition", "value/explained_varience", "Did you mean 'value/explained_variance'?"),
     ],
 )

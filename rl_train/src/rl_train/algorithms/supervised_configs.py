@@ -110,7 +110,7 @@ class KTOConfig(AlgorithmConfig):
         return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        if isinstance(run.loss_fn, ClippedPGLossConfig | NLLLossConfig | PreferenceLossConfig):
+        if isinstance(run.loss_fn, PolicyGradientLossConfig | NLLLossConfig | FeedbackLossConfig):
             yield ("loss_fn", "name"), f"{run.loss_fn.name} does not use the labels of answers. Remove it, or use kto."
 
 

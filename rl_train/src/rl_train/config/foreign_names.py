@@ -144,6 +144,7 @@ _INSTEAD = {
     "The reference policy is always the initial policy.": "ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "The reference policy scores the rows of a step in the step; nothing is computed in advance.": "precompute_ref_log_probs "
     "precompute_ref_batch_size",
+    "Each step matches its rows for the KL of KTO, so rows may be in any order: set `data.shuffle`.": "train_sampling_strategy",
     "Set `policy.optimizer.kwargs.betas: [0.9, 0.999]`.": "adam_beta1 adam_beta2",
     "Set `policy.optimizer.kwargs.eps`.": "adam_epsilon",
     "Set `policy.optimizer.kwargs`.": "optim_args",

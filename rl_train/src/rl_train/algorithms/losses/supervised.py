@@ -225,7 +225,7 @@ class KTOLossFn(LossFunction):
         desirable     w_d (1 - s(b (R - K)))
         undesirable   w_u (1 - s(b (K - R)))
 
-    as in https://arxiv.org/abs/2402.01306, equation 8. `rl_train.algorithms.kto` estimates K from all rows of a step
+    as in section 4 of https://arxiv.org/abs/2402.01306. `rl_train.algorithms.kto` estimates K from all rows of a step
     (`kl_estimates`), so it is the same in every microbatch. The loss is a mean over the answers of the global batch.
     """
 
