@@ -88,5 +88,7 @@ def _print_results(finished: RunResult) -> None:
             print(f"\n{title}: {first}, {last}" if len(set(series.values)) > 1 else "")
             print(draw([("braille", series)], title))
     steps = "1 step" if finished.steps == 1 else f"{finished.steps} steps"
+    if finished.stopped is not None:
+        print(f"\n{finished.stopped}")
     print(f"\n{steps} done; training took {format_duration(finished.training_seconds)}")
     print(f"run folder: {finished.folder}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -26,7 +27,10 @@ class OptimizerSettings:
     A checkpoint contains the settings under which it was written. If the current ones are equal, everything continues as
     saved, bit for bit. If they differ, the current ones apply: the schedule is at the position it would have if the run had
     had them from its first step. Values in an optimizer's parameter groups other than its arguments, such as an estimated step
-    size, are state and always continue.
+    step size, are state and always continue.
+
+    Attributes:
+        lr_factor: factor on the learning rates of the schedule; not saved, because the run saves it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, scheduler: SchedulerConfig | None) -> None:
@@ -35,6 +39,22 @@ class OptimizerSettings:
         self._kwargs = dict(config.kwargs)
         self._scheduler = scheduler
         self.scheduler: Any = build_scheduler(optimizer, scheduler)
+        self.lr_factor = 1.0
+
+    @contextmanager
+    def scaled_lr(self) -> Iterator[float]:
+        """In the block, learning rates are those of the schedule times `lr_factor`; yields that of the first group.
+
+        The schedule reads the unscaled ones: some compute a rate from the previous one.
+        """
+        groups = self.optimizer.param_groups
+        unscaled = [group["lr"] for group in groups]
+        if self.lr_factor != 1.0:
+            for group in groups:
+                group["lr"] = group["lr"] * self.lr_factor
+        yield float(groups[0]["lr"])
+        for group, lr in zip(groups, unscaled, strict=True):
+            group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, parameter groups without their parameters, and the schedule's position."""

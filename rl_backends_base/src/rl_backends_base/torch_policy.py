@@ -364,6 +364,9 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             # Memory in torch's cache is not available to an engine on the same GPU.
             torch.cuda.empty_cache()
 
+    def set_lr_factor(self, factor: float) -> None:
+        self.trainable_state().set_lr_factor(factor)
+
     def prepare_for_training(self) -> None:
         self.move(weights=self.device, state=self.device)
 

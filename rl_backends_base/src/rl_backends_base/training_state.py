@@ -49,7 +49,7 @@ from rl_backends_base.optimizer import (
 from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_base.parallel import Parallel, clip_
 from rl_core.backend import first_non_finite
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, NotSupportedError
 
 _FORMAT: Final = 2
 
@@ -93,6 +93,10 @@ class TrainingStateBase(ABC):
         Returns:
             The learning rate of the step.
         """
+
+    def set_lr_factor(self, factor: float) -> None:
+        """See `TrainableInterface.set_lr_factor`. By default, not supported."""
+        raise NotSupportedError(f"{type(self).__name__} does not implement `set_lr_factor`.")
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -165,8 +169,8 @@ class TrainingState(TrainingStateBase):
     def step(self, norm: torch.Tensor, max_norm: float | None) -> float:
         if max_norm is not None:
             clip_(list(self.gradients().values()), norm, max_norm)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        with self.settings.scaled_lr() as lr:
+            self.optimizer.step()
         # Fused optimizers change parameters without counting it, but an engine that shares them checks the counts.
         increment_version(list(self.masters.parameters.values()))
         self.scheduler.step()
@@ -174,6 +178,9 @@ class TrainingState(TrainingStateBase):
         self.clear_gradients()
         self.weight_version += 1
         return lr
+
+    def set_lr_factor(self, factor: float) -> None:
+        self.settings.lr_factor = factor
 
     def save(self, folder: Path) -> None:
         rank, world_size = self.parallel.rank, self.parallel.world_size

@@ -114,14 +114,17 @@ class TrainableModel(TrainingStateBase):
             for sub_optimizer in self.sub_optimizers:
                 if parameters := sub_optimizer.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=float(norm))
-        lr = float(self._proxy.param_groups[0]["lr"])
-        self._apply_proxy_settings()
+        with self.settings.scaled_lr() as lr:
+            self._apply_proxy_settings()
         self.optimizer.step_with_ready_grads()
         # Without gradients the proxy does not change; torch requires a step before the schedule's.
         self._proxy.step()
         self.settings.scheduler.step()
         self.weight_version += 1
         return lr
+
+    def set_lr_factor(self, factor: float) -> None:
+        self.settings.lr_factor = factor
 
     def complete_weights(self) -> None:
         """Finish gathering the weights if gathering overlaps the next forward pass; collective."""

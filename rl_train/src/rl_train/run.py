@@ -18,6 +18,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, 
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.store import TimeLimit
 from rl_train.config.schema import RunConfig
+from rl_train.control import RunControl
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.garbage_collection import rare_full_collections
 from rl_train.metrics.logger import Logger, Timeline
@@ -88,6 +89,8 @@ class Run:
     """Set by a signal or the time limit: the run ends after this step, with a checkpoint."""
     time_limit: TimeLimit | None = None
     """`checkpointing.max_time`; None without a limit."""
+    control: RunControl = field(default_factory=RunControl, init=False)
+    """What plugins and callbacks have changed."""
     step: int = field(default=0, init=False)
     """The current step; 0 before the first."""
     flops: ModelFlops | None = None
@@ -132,6 +135,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The remaining steps, numbered from 1. After each, metrics are logged and a checkpoint is saved if one is due.
 
+        They end early if a control stops the run.
+
         Raises:
             RunInterrupted: a signal or the time limit; the step was finished and, with checkpointing, saved.
         """
@@ -140,7 +145,9 @@ class Run:
 
     def _steps(self) -> Iterator[int]:
         last = self.config.algorithm.max_num_steps
-        for step in range(self.first_step + 1, last + 1):
+        if self.control.is_due:  # asked for after the validation before the first step
+            self._save(0, {})
+        for step in range(self.first_step + 1, last + 1) if self.control.stopped is None else ():
             self.step, started = step, time.perf_counter()
             if self.metrics.memory is not None:
                 self.metrics.memory.start()
@@ -149,21 +156,28 @@ class Run:
                 yield step
                 ended = time.perf_counter()
                 self.metrics.add({"time/step_s": ended - started})
-            self.metrics.add(self._throughput())
+            self.metrics.add(self._throughput() | self.control.metrics())
             timeline = self._timeline(started, ended)
             numbers = self._numbers()
             self._report_or_save(numbers, step, timeline)
             self._watch_time(started)
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_reason is not None
-            if self.checkpoints is not None and due:
-                saving = time.perf_counter()
-                self.metrics.progress.begin("checkpoint")
-                self.checkpoints.save(step, numbers)
-                self.metrics.progress.end(None)
-                if self.time_limit is not None:
-                    self.time_limit.count_save(time.perf_counter() - saving)
+            if due or self.control.is_due:
+                self._save(step, numbers)
+            if self.control.stopped is not None:
+                return
             if self.stop_reason is not None and step < last:
                 raise RunInterrupted(step, self.checkpoints is not None, self.stop_reason)
+
+    def _save(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self.checkpoints is None:
+            return
+        saving = time.perf_counter()
+        self.metrics.progress.begin("checkpoint")
+        self.checkpoints.save(step, numbers)
+        self.metrics.progress.end(None)
+        if self.time_limit is not None:
+            self.time_limit.count_save(time.perf_counter() - saving)
 
     def _watch_time(self, step_started: float) -> None:
         if self.time_limit is None:
@@ -215,7 +229,7 @@ class Run:
         return numbers
 
     def _report_or_save(self, numbers: Mapping[str, float], step: int, timeline: Timeline | None) -> None:
-        """Log the metrics of a finished step; if a logger or a plugin raises, the step is saved before the run ends."""
+        """Log the metrics of a finished step; if a logger, plugin or callback raises, it is saved before the run ends."""
         try:
             if timeline is not None:
                 for logger in self.loggers:
@@ -223,7 +237,9 @@ class Run:
             self._report(numbers, step)
         except Exception:
             if self.checkpoints is not None:
-                _log.warning("the metrics of step %d could not be logged; its checkpoint is saved before the run ends", step)
+                _log.warning(
+                    "a logger, plugin or callback failed after step %d; its checkpoint is saved before the run ends", step
+                )
                 self.checkpoints.save(step, numbers)
             raise
 

@@ -384,7 +384,8 @@ def _ending(run: RunFolder) -> Ending:
     error = str(status["error"]) if status.get("error") else None
     match state:
         case "finished":
-            return Ending(state=state, sentence=f"Finished: {so_far}.")
+            stopped = f", {status['stopped']}" if status.get("stopped") else ""
+            return Ending(state=state, sentence=f"Finished: {so_far}{stopped}.")
         case "interrupted":
             return Ending(state=state, sentence=f"Interrupted{during} after {so_far}.", error=error)
         case "failed":

@@ -215,6 +215,9 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
             return output
         return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
 
+    def set_lr_factor(self, factor: float) -> None:
+        self._run("set_lr_factor", factor)
+
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         self._run("prepare_for_training")
 

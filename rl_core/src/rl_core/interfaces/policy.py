@@ -86,6 +86,14 @@ class TrainableInterface(ABC):
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are unchanged by that step.
         """
 
+    def set_lr_factor(self, factor: float) -> None:
+        """Multiply the learning rate of the config and its schedule by a factor, until the next call; also in a resumed run.
+
+        Raises:
+            NotSupportedError: the model cannot change its learning rate.
+        """
+        raise NotSupportedError(f"{type(self).__name__} does not implement `set_lr_factor`.")
+
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Move weights, gradients and optimizer state to the training device; calling it twice is fine."""
         return None

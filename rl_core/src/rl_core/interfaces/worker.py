@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import torch
 
-from rl_core.errors import RLCoreError
+from rl_core.errors import NotSupportedError, RLCoreError
 from rl_core.interfaces.policy import LossFunction, WeightSample
 
 if TYPE_CHECKING:
@@ -201,6 +201,10 @@ class PolicyWorker(MeasuredWorker, ABC):
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         """Sample from this rank's rows, if the backend has a sampler."""
         raise NotImplementedError
+
+    def set_lr_factor(self, factor: float) -> None:
+        """See `TrainableInterface.set_lr_factor`; called on all ranks."""
+        raise NotSupportedError(f"{type(self).__name__} does not implement `set_lr_factor`.")
 
     @abstractmethod
     def prepare_for_training(self) -> None:

@@ -15,19 +15,21 @@ are not affected, and using the plugin's components is an error. Example:
     ...         )
     ...     ]
 
-Run event hooks report the progress of a run. They are called in the driver process, never in a worker, and return nothing; the
-run waits for them. If one raises, the hooks of other plugins are still called, then the run stops with an error that names the
-plugin and its distribution. Example:
+Run event hooks report the progress of a run. They are called in the driver process, never in a worker; the run waits for them.
+If one raises, the hooks of other plugins are still called, then the run stops with an error that names the plugin and its
+distribution. `rlcore_step_finished` may return a `Control`, the others return nothing. Example:
 
     >>> @hookimpl
-    ... def rlcore_step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    ...     print(step, metrics["reward/mean"])
+    ... def rlcore_step_finished(step: int, metrics: Mapping[str, float]) -> Control | None:
+    ...     return Control(stop="solved") if metrics["reward/mean"] > 0.99 else None
 """
 
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
@@ -73,6 +75,27 @@ class RunInfo(Protocol):
     config: Any
     folder: Path
     first_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """What a run should do after a step; fields that are not set change nothing. An invalid value is a ValueError."""
+
+    stop: str | None = None
+    """The reason to end the run like a finished one, with a checkpoint."""
+    save: bool = False
+    """Whether to save a checkpoint of this step."""
+    lr_factor: float | None = None
+    """Factor on the policy's learning rate, as set by its config and schedule, from the next step on; 0 or more."""
+    kl_weight: float | None = None
+    """Weight of the KL penalty from the next step on, instead of `loss_fn.reference_policy_kl_penalty`; 0 or more."""
+
+    def __post_init__(self) -> None:
+        if self.stop is not None and not (isinstance(self.stop, str) and self.stop.strip()):
+            raise ValueError(f"Control.stop must be the reason as text, or None; found {self.stop!r}.")
+        for name, value in (("lr_factor", self.lr_factor), ("kl_weight", self.kl_weight)):
+            if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+                raise ValueError(f"Control.{name} must be a finite number, 0 or more, or None; found {value!r}.")
 
 
 @hookspec
@@ -149,8 +172,8 @@ def rlcore_run_started(run: RunInfo) -> None:
 
 
 @hookspec
-def rlcore_step_finished(run: RunInfo, step: int, metrics: Mapping[str, float]) -> None:
-    """Called after each step, once its metrics are flushed.
+def rlcore_step_finished(run: RunInfo, step: int, metrics: Mapping[str, float]) -> Control | None:
+    """Called after each step, once its metrics are flushed. May return what the run should do before its next step.
 
     Args:
         run: The assembled run.

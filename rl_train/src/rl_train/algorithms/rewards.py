@@ -149,16 +149,27 @@ class KLInReward:
     def __init__(self, config: PolicyGradientLossConfig) -> None:
         self._config = config
         weight, adaptive = config.reference_policy_kl_penalty, config.adaptive_kl
+        self._constant = weight
         self.controller = None if adaptive is None else AdaptiveKLController(adaptive, weight=weight)
+
+    @property
+    def weight(self) -> float:
+        """The weight of the penalty in the next step; an adaptive one adapts from what is set."""
+        return self._constant if self.controller is None else self.controller.weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        self._constant = value
+        if self.controller is not None:
+            self.controller.weight = value
 
     def __call__(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """Add `token_penalties` [B, T] to the batch; returns the mean KL per trained token and an adaptive weight."""
         mask = batch["token_mask"]
         kl = reference_kl(batch["prev_logprobs"], batch["reference_policy_logprobs"], self._config) * mask
         metrics = {"kl/reference": float(kl.sum() / mask.sum().clamp(min=1.0))}
-        weight = self._config.reference_policy_kl_penalty
+        weight = self.weight
         if self.controller is not None:
-            weight = self.controller.weight
             metrics |= {"kl/penalty_weight": weight} | self._follow(kl, batch)
         batch["token_penalties"] = weight * kl
         return metrics
@@ -194,6 +205,8 @@ def kl_in_reward(loss_fn: LossConfig) -> KLInReward | None:
 def kl_penalty(run: Run) -> KLInReward | NoPenalty:
     """The KL penalty in the reward of a run, whose checkpoints have its adaptive weight."""
     penalty = kl_in_reward(run.config.loss_fn)
-    if penalty is not None and penalty.controller is not None:
-        run.keep("adaptive_kl", penalty.controller)
+    if penalty is not None:
+        run.control.use_penalty(penalty)
+        if penalty.controller is not None:
+            run.keep("adaptive_kl", penalty.controller)
     return penalty or NoPenalty()

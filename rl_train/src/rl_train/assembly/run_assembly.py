@@ -200,6 +200,7 @@ def assemble_run(
     run.checkpoints = _checkpoints(run, compared, folder=folder)
     if isinstance(run.weights, WeightSynchronizer):
         run.keep("canary", run.weights.canary.calibration if run.weights.canary is not None else CanaryCalibration())
+    run.keep("control", run.control)
     watch_training(run, builder)
     return run
 

@@ -43,6 +43,7 @@ FREE_TO_CHANGE = (
     "policy.generation.max_restarts",
     "policy.generation.val_temperature",
     "rollout.retries",
+    "stop.",
     "rollout.max_failed_share",
     "policy.generation.refit_canary",
     "policy.generation.canary_tolerance",

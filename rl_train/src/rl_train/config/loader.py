@@ -40,7 +40,7 @@ from rl_train.config.rules.rule import (
 from rl_train.config.schema import RunConfig, model_at
 from rl_train.config.secrets import Secrets
 from rl_train.config.section_resolver import resolve_sections
-from rl_train.config.slots import ConfigLayout
+from rl_train.config.slots import WITH_NAMES, ConfigLayout
 from rl_train.config.sources import ConfigFiles, as_paths, escape, folders_of_files, read_sources, resolve, search_modules_in
 from rl_train.config.values import (
     Origin,
@@ -339,8 +339,10 @@ def _of_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> dict
     }
     if layout.algorithm in of:
         of |= {"algorithm_name": layout.algorithm, "algorithm": of[layout.algorithm]}
-    env = {str(path[1]): section for path, section in sections.items() if path[0] == "env"}
-    return {name: of[name] for name in RunConfig.model_fields if name in of} | {"env": env}
+    of |= {
+        name: {str(path[1]): section for path, section in sections.items() if path[0] == name} for name in ("env", *WITH_NAMES)
+    }
+    return {name: of[name] for name in RunConfig.model_fields if name in of}
 
 
 def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, Status
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema import BASES, section_of
-from rl_train.config.section_resolver import BUILT_IN
+from rl_train.config.section_resolver import BUILT_IN, BUILT_IN_WITH_NAMES
 from rl_train.config.slots import ANY, SLOTS, SectionSchema, Slot, matches, slots_of
 from rl_train.yaml_reader import MARKS
 
@@ -66,6 +66,7 @@ def schema_index(registry: Registry, *, plugins: Collection[str] | None = None) 
         plugins: Names of plugins to take components from; all of them by default.
     """
     sections = [SectionSchema(path=(name,), model=model) for name, model in BUILT_IN.items()]
+    sections += [SectionSchema(path=(name, ANY), model=model) for name, model in BUILT_IN_WITH_NAMES.items()]
     unusable = []
     for registration in registry.manager.registrations:
         kind, component, plugin = registration.kind, registration.component, registration.plugin
@@ -224,6 +225,10 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
         for model in _models_at(outer, schema_index):
             definitions[reference_of[model]["$ref"].removeprefix("#/$defs/")]["properties"] |= added
     properties |= {name: _or_null(reference_of[model]) for name, model in BUILT_IN.items()}
+    for name, model in BUILT_IN_WITH_NAMES.items():
+        properties[name] = _or_null(
+            {"type": "object", "properties": _MARKS, "additionalProperties": _or_null(reference_of[model])}
+        )
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of rlcore",

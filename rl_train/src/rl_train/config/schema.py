@@ -295,6 +295,37 @@ class ProfilingConfig(Section):
     bfloat16, if the GPU is a known one and the policy computes in bfloat16; otherwise there is no `mfu`."""
 
 
+class StopConfig(Section):
+    """When a run stops before its last step because a metric no longer improves (`stop`)."""
+
+    metric_name: str | None = None
+    """Metric that must improve, such as `validation/accuracy`; docs/metrics.md lists all. By default, no run stops early."""
+    mode: Literal["max", "min"] | None = None
+    """Whether a higher (`max`) or a lower (`min`) value is better. Required with `metric_name`."""
+    patience: int = Field(default=3, ge=1)
+    """Number of successive values without an improvement after which the run stops; a validation gives one value."""
+    min_delta: float = Field(default=0.0, ge=0.0)
+    """Minimum difference from the best value so far that counts as an improvement."""
+
+    @model_validator(mode="after")
+    def _metric_has_a_direction(self) -> StopConfig:
+        if self.metric_name is not None and self.mode is None:
+            raise ValueError("metric_name requires mode: set it to max if a higher value is better, otherwise to min")
+        if self.metric_name is None and self.model_fields_set - {"metric_name"} and self != type(self)():
+            raise ValueError("has no effect without metric_name: set it, for example to validation/accuracy")
+        return self
+
+
+class CallbackConfig(Section):
+    """A callback, which follows the run and may control it (`callbacks.<name>`)."""
+
+    name: str
+    """Import path of a function with the arguments of `rlcore_step_finished`, or of a class whose methods implement run event
+    hooks; see docs/callbacks.md."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
 class LoggerConfig(ComponentSection):
     """Base section of every logger (`logger.loggers.<name>`)."""
 
@@ -336,6 +367,8 @@ class RunConfig(Section):
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggingConfig = Field(default_factory=LoggingConfig)
+    stop: StopConfig = Field(default_factory=StopConfig)
+    callbacks: dict[str, CallbackConfig] = Field(default_factory=dict)
 
     @property
     def engine_has_own_resources(self) -> bool:

@@ -21,7 +21,7 @@ from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig
 from rl_train.config.foreign_names import INSTEAD, MEANINGS
 from rl_train.config.schema import BASES, model_at, section_of
-from rl_train.config.slots import ANY, SLOTS, ConfigLayout, SectionSchema, Slot
+from rl_train.config.slots import ANY, SLOTS, WITH_NAMES, ConfigLayout, SectionSchema, Slot
 
 BUILT_IN: dict[str, Model] = {
     "algorithm": AlgorithmPathConfig,
@@ -31,8 +31,11 @@ BUILT_IN: dict[str, Model] = {
     "profiling": schema.ProfilingConfig,
     "checkpointing": schema.CheckpointingConfig,
     "logger": schema.LoggingConfig,
+    "stop": schema.StopConfig,
 }
 """The sections of the runtime, whose models do not depend on a component."""
+BUILT_IN_WITH_NAMES: dict[str, Model] = dict.fromkeys(WITH_NAMES, schema.CallbackConfig)
+"""Sections of the runtime that hold sections with names that the user chooses, and the models of these."""
 
 SECTIONS = tuple(name for name in schema.RunConfig.model_fields if name != "algorithm_name")
 """Sections that every config may have in addition to its algorithm's."""
@@ -52,6 +55,7 @@ def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Regi
     algorithm = resolver.resolve_algorithm()
     for name in SECTIONS:
         resolver.resolve_built_in(name)
+        resolver.resolve_with_names(name)
         for slot in SLOTS:
             if slot.path[0] == name:
                 resolver.resolve_slot(slot)
@@ -187,6 +191,12 @@ class _SectionResolver:
         is_created = name in BUILT_IN and (name != "algorithm" or self._values.get(name) is not None)
         if is_created and self._values_at((name,)) is not None:
             self.sections[name,] = SectionSchema(path=(name,), model=BUILT_IN[name])
+
+    def resolve_with_names(self, name: str) -> None:
+        """The sections with names within a section of the runtime."""
+        for key in self._values_at((name,)) or {} if name in BUILT_IN_WITH_NAMES else ():
+            if self._values_at((name, key)) is not None:
+                self.sections[name, key] = SectionSchema(path=(name, key), model=BUILT_IN_WITH_NAMES[name])
 
     def resolve_slot(self, slot: Slot) -> None:
         """The sections that the config has in a slot, each with the model of its component."""

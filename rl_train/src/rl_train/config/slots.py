@@ -77,6 +77,8 @@ SLOTS = (
     Slot(path=("logger", "loggers", ANY), kind=Kind.LOGGER, is_named_by_key=True),
 )
 
+WITH_NAMES = ("callbacks",)
+"""Sections of the runtime that hold sections with names that the user chooses."""
 COMPANIONS = {str(slot.path[0]): slot.implied for slot in SLOTS if slot.kind is Kind.POLICY and slot.implied}
 """Sections of models in addition to the policy, with the values that each implies."""
 FUNCTION_KEYS = tuple(key for slot in SLOTS for key, name in slot.selected_by.items() if name == FUNCTIONS)
@@ -95,7 +97,8 @@ def matches(pattern: KeyPath, path: KeyPath) -> bool:
 
 def is_named_by_user(path: KeyPath) -> bool:
     """Whether a key is a name that the user chooses in a section that accepts any name, such as `env`."""
-    return len(path) > 1 and any(slot.path[-1] == ANY and matches(slot.path, path) for slot in SLOTS)
+    patterns = [*(slot.path for slot in SLOTS if slot.path[-1] == ANY), *((name, ANY) for name in WITH_NAMES)]
+    return len(path) > 1 and any(matches(pattern, path) for pattern in patterns)
 
 
 def sections_at(holder: BaseModel, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from rl_train.config.schedules import schedule_changes
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
-from rl_train.launch.session import Session, call_event, open_session
+from rl_train.control import add_callbacks, callbacks_of, keep_state
+from rl_train.launch.session import Session, call_event, open_session, run_events
 from rl_train.metrics.console import ConsoleLogger, SamplePrinter
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import progress_file, reported_start
@@ -54,6 +55,8 @@ class RunResult:
     """The run folder."""
     steps: int
     """Total number of steps."""
+    stopped: str | None
+    """Why it ended before its last step; None if it did not."""
     resumed_from: int
     """Steps done by earlier processes."""
     seconds: float
@@ -97,6 +100,8 @@ def train(
     resume = _checked_options(loaded.run, resume=resume, show_samples=show_samples, replay=replay)
     with open_session(loaded, resume=resume, console=console, since=started) as session:
         loaded = _begin(session.start, loaded, manager)
+        callbacks = callbacks_of(loaded.run)
+        add_callbacks(manager, callbacks)
         run = _build(session, loaded, registry, allow_config_change=allow_config_change, replay=replay)
         if run.checkpoints is not None:
             lock_again_if_deleted(run.checkpoints.store, session.start, session.exits)
@@ -107,15 +112,21 @@ def train(
         write_origins(run.folder, with_precisions(loaded, precisions_of(run.config)), manager)
         session.show(f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, session, loaded, show_samples=show_samples)
+        keep_state(run, callbacks)
         _report_start(run, manager, session.status, since=started)
         loop_started = time.perf_counter()
         session.stop.end_after_step(run)
-        with _report_end(run, manager):
+        with run_events(run, manager):
+            session.status.running()
             loaded.components[run.config.algorithm_name].load()(run.config.algorithm, run)
+            run.warnings.finish()
+        if run.control.stopped is not None:
+            session.status.stopped(run.step, run.control.stopped)
         ended = time.perf_counter()
     return RunResult(
         folder=run.folder,
-        steps=run.config.algorithm.max_num_steps,
+        steps=run.config.algorithm.max_num_steps if run.control.stopped is None else run.step,
+        stopped=run.control.stopped,
         resumed_from=run.first_step,
         seconds=ended - started,
         training_seconds=ended - loop_started + _trained_seconds(run.folder, up_to=run.first_step),
@@ -198,6 +209,8 @@ def _restore(run: Run, session: Session, checkpoint: Path, *, allow_config_chang
     for name, model in run.checkpoints.models.items():
         with suppress(NotSupportedError):
             trained_steps[name] = model.weight_version
+    for line in run.control.continue_resumed(run):
+        session.show(line)
     for message in schedule_changes(run.config, run.checkpoints.restored.get("schedule_lengths", {}), trained_steps):
         _log.warning("%s", message)
 
@@ -248,7 +261,7 @@ def _attach_loggers(run: Run, session: Session, loaded: LoadedConfig, *, show_sa
 
 
 def _report_start(run: Run, manager: PluginManager, status: Status, *, since: float) -> None:
-    """Report the start and each step of the run to status.json and to the plugins."""
+    """Report each step of the run to status.json and to the plugins, which may control it."""
     if run.time_limit is not None:
         run.time_limit.started = since
     if run.first_step:
@@ -258,22 +271,6 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         status.running()
-        call_event(manager, "rlcore_step_finished", run=run, step=step, metrics=metrics)
+        run.control.apply(run, step, call_event(manager, "rlcore_step_finished", run=run, step=step, metrics=metrics))
 
-    call_event(manager, "rlcore_run_started", run=run)
     run.on_step = on_step
-    status.running()
-
-
-@contextmanager
-def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
-    """Report the end of the run to the plugins, with its error if there is one; warn if nothing was learned."""
-    error: BaseException | None = None
-    try:
-        yield
-        run.warnings.finish()
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        call_event(manager, "rlcore_run_finished", run=run, error=error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +125,16 @@ class TensorBoardLogger(Logger):
 
 
 _log = logging.getLogger("rlcore")
+_COLUMNS = ("prompt", "completion", "reward", "advantage")
+"""Columns of the table of completions. The advantage is empty in validations."""
+
+
+def _table(rows: Sequence[Mapping[str, Any]], step: int, limit: int) -> list[list[Any]]:
+    return [[step, *(row[name] for name in _COLUMNS)] for row in rows[:limit]]
 
 
 class WandbLogger(Logger):
-    """Logs every metric over `step`; a resumed run keeps its id.
+    """Logs every metric over `step`, and a table of completions; a resumed run keeps its id.
 
     Args:
         config: `logger.loggers.wandb`. Its mode overrides `WANDB_MODE`.
@@ -159,8 +167,20 @@ class WandbLogger(Logger):
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
+        self._limit = config.completions_logged
+        self._completions: dict[str, Any] = {}
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({**metrics, "step": step})
+        self._run.log({**metrics, **self._completions, "step": step})
+        self._completions = {}
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Keep the table for `log_metrics` of this step, with which it is one entry."""
+        import wandb
+
+        if table := _table(rows, step, self._limit):
+            columns = ["step", *_COLUMNS]
+            self._completions = {"completions": wandb.Table(columns=columns, data=table, allow_mixed_types=True)}
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self._run.config.update(dict(params), allow_val_change=True)
@@ -200,7 +220,9 @@ def _run_id(folder: Path) -> str:
 
 
 class MlflowLogger(Logger):
-    """Logs metrics by step and the config as parameters; a resumed run continues the same MLflow run.
+    """Logs metrics by step, the config as parameters, and completions as the artifacts `completions/step_NNNNNN.csv`.
+
+    A resumed run continues the same MLflow run.
 
     Args:
         config: `logger.loggers.mlflow`.
@@ -215,7 +237,13 @@ class MlflowLogger(Logger):
 
         self._client: Any = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db")
         self._run_id = self._resume(folder) or self._create(config, folder)
-        self._finished = False
+        self._limit, self._finished = config.completions_logged, False
+
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if table := _table(rows, step, self._limit):
+            text = StringIO()
+            csv.writer(text).writerows([("step", *_COLUMNS), *table])
+            self._client.log_text(self._run_id, text.getvalue(), f"completions/step_{step:06d}.csv")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric

@@ -18,7 +18,14 @@ class TensorBoardConfig(LoggerConfig):
     """Maximum number of seconds before metrics are written to disk."""
 
 
-class WandbConfig(LoggerConfig):
+class TableConfig(LoggerConfig):
+    """Logger with a table of completions."""
+
+    completions_logged: int = Field(default=8, ge=0)
+    """Maximum number of rollouts of each step in the table of completions: the first ones. 0 writes no table."""
+
+
+class WandbConfig(TableConfig):
     """Weights & Biases run."""
 
     mode: Literal["offline", "online", "shared"] = "offline"
@@ -41,7 +48,7 @@ class WandbConfig(LoggerConfig):
     """Parent folder of the `wandb/` folder; defaults to the run folder."""
 
 
-class MlflowConfig(LoggerConfig):
+class MlflowConfig(TableConfig):
     """MLflow run."""
 
     tracking_uri: str | None = None

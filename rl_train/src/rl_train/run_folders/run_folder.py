@@ -216,7 +216,8 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     for folder in reversed(runs.existing()):
         latest = _latest_of(folder, section)
         if latest is not None:
-            unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_finished_epochs(folder, latest, config)
+            ended = _has_finished_epochs(folder, latest, config) or _was_stopped(folder, latest)
+            unfinished = step_of(latest) < config.algorithm.max_num_steps and not ended
             return runs.at(folder, latest) if unfinished else None
     # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
@@ -237,6 +238,12 @@ def _has_finished_epochs(folder: Path, latest: Path, config: RunConfig) -> bool:
         return False
     before = read_state(latest)["config"].get(config.algorithm_name)
     return isinstance(before, dict) and before.get("max_num_epochs") == config.algorithm.max_num_epochs
+
+
+def _was_stopped(folder: Path, latest: Path) -> bool:
+    """Whether a control ended the run in `folder` with this checkpoint."""
+    status = _status_of(folder)
+    return status.get("stopped") is not None and status.get("steps") == step_of(latest)
 
 
 def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None:
@@ -313,7 +320,8 @@ def _failed_before_first_step(folder: Path) -> bool:
 
 def _occupied(folder: Path) -> str:
     """Why a new run does not use a folder."""
-    state = _status_of(folder).get("state", "without status.json")
+    status = _status_of(folder)
+    state = status.get("stopped", status.get("state", "without status.json"))
     reason = "belongs to a run in progress" if is_locked(folder) else f"exists ({state})"
     return f", because {folder} {reason}; logger.run_name=NAME chooses another name"
 

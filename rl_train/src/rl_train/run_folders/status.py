@@ -56,6 +56,7 @@ class Status:
         self._phase: Callable[[], str | None] = lambda: BUILDING
         self._components: Mapping[str, object] = {}
         self._steps: int | None = None
+        self._stopped: str | None = None
         self._workers: Mapping[str, list[int]] | None = None
 
     def __enter__(self) -> Self:
@@ -84,6 +85,10 @@ class Status:
         """
         self._components, self._phase, self._steps = components, phase, steps
 
+    def stopped(self, step: int, reason: str) -> None:
+        """Report that a control has ended the run after this step, before its last one."""
+        self._steps, self._stopped = step, reason
+
     def running(self) -> None:
         """Report that the run is training, with its process ids; call it again when workers may have been replaced."""
         workers = {
@@ -99,7 +104,7 @@ class Status:
         if isinstance(error, UserError) and self._before is not None and self._phase() == BUILDING:
             self._replace(self._before)
         elif error is None:
-            self._ended("finished", steps=self._steps)
+            self._ended("finished", steps=self._steps, stopped=self._stopped)
         elif isinstance(error, KeyboardInterrupt | RunInterrupted):
             reason = error.reason if isinstance(error, RunInterrupted) else StopReason.CTRL_C
             self._ended("interrupted", during=self._phase(), reason=reason.label, error=str(error))

@@ -20,7 +20,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
-from rl_core.plugins.manager import discover
+from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.checks import check_weights, is_conversational, try_functions
 from rl_train.assembly.contracts import model_contracts
@@ -39,7 +39,9 @@ from rl_train.config.rules.rollouts import own_weights_refused
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
+from rl_train.control import add_callbacks, keep_state
 from rl_train.data.processors import load_policy_tokenizer, with_text_settings
+from rl_train.launch.session import call_event, run_events
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
@@ -85,6 +87,7 @@ class Trainer:
         checkpointing: the section `checkpointing`; disabled by default.
         rollout: the section `rollout`.
         loggers: additional loggers.
+        callbacks: objects with run event hooks, which may control the run; see docs/callbacks.md.
 
     Raises:
         ConfigError: the components or sections are incompatible.
@@ -110,7 +113,11 @@ class Trainer:
         checkpointing: CheckpointingConfig | Mapping[str, Any] | None = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None,
         loggers: Sequence[Logger] = (),
+        callbacks: Sequence[Any] = (),
     ) -> None:
+        self._callbacks = {f"callbacks[{number}]": callback for number, callback in enumerate(callbacks)}
+        self._events = PluginManager()
+        add_callbacks(self._events, self._callbacks)
         self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
         self.value, self.teacher = value, teacher
         self._registry = Registry(discover())
@@ -194,9 +201,18 @@ class Trainer:
                 # Checkpoints of an earlier call of `train` with this folder; this call counts its steps from 1 again.
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
-            run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
+            keep_state(run, self._callbacks)
+            exits.callback(run.control.undo, run)
+
+            def on_step(step: int, metrics: Mapping[str, float]) -> None:
+                history.append({"step": step, **metrics})
+                returned = call_event(self._events, "rlcore_step_finished", run=run, step=step, metrics=metrics)
+                run.control.apply(run, step, returned)
+
+            run.on_step = on_step
             algorithm = self._registry.find("algorithm", self.algorithm).load()
-            with reporting_lines(self._own_loss) if self._own_loss is not None else nullcontext():
+            lines = reporting_lines(self._own_loss) if self._own_loss is not None else nullcontext()
+            with lines, run_events(run, self._events):
                 algorithm(run.config.algorithm, run)
         return history
 

@@ -1,4 +1,4 @@
-"""Rules about the metric that ranks checkpoints: the run writes it, at steps with a checkpoint."""
+"""Rules about the metrics that rank checkpoints and stop a run: the run writes them, and when it does."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from rl_train.config.schema import RunConfig
 
 _READS: Final = ("checkpointing", "algorithm", "loss_fn", "policy", "data", "env")
 _KEY: Final[KeyPath] = ("checkpointing", "metric_name")
+_STOP: Final[KeyPath] = ("stop", "metric_name")
 
 METRICS: Final = {
     "all runs": "loss loss/policy loss/nll loss/preference loss/sft loss/centring grad_norm lr num_optimizer_steps "
     "tokens/trained tokens/all tokens/skipped tokens_per_s tflops_per_s mfu time/*_s memory/*_gib data/bad_rows "
-    "data/unknown_token_frac data/dropped_rows",
+    "data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
     "rollouts": "reward/mean reward/std reward/group_std reward/shaped reward/overlong reward/clipped_frac "
     "reward/equal_groups_frac advantage/equal_group_frac advantage/mean advantage/std advantage/clipped_frac "
     "dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
     "rollout/failed_rows rollout/repeated_steps rollout/restarted rollout/replaced_groups rollout/turns rollout/rows "
     "rollout/in_flight rollout/ready rollout/wait_s rollout/mixed_version_frac rollout/segments rollout/sampled "
     "rollout/ending_s trainer/idle_frac engine/idle_frac length/mean length/max length/truncated_frac ratio/mean ratio/min "
-    "ratio/max ratio/clipped_frac entropy/sampled kl/reference kl/answer kl/penalty_weight mismatch/kl "
+    "ratio/max ratio/clipped_frac entropy/sampled kl/reference kl/answer mismatch/kl "
     "mismatch/mult_prob_error mismatch/max mismatch/weight_mean mismatch/truncated_frac mismatch/masked_frac staleness/kl "
     "staleness/token_frac staleness/mean staleness/max staleness/steps_mean staleness/steps_max agreement/mean "
     "agreement/worst_row agreement/tokens",
@@ -58,15 +59,30 @@ VALIDATION: Final = {
 @rule(*_READS, applies_to=TRAINING)
 def checkpoints_are_ranked_by_a_metric_of_the_run(config: CheckedConfig) -> Iterator[Problem]:
     """The metric that ranks checkpoints is one that a component of the run can write."""
-    name, run = _metric(config), config.run
-    if name is None or _is_among(name, [*_names(run), *_open_names(config)]):
+    yield from _unwritten(config, _metric(config), _KEY)
+
+
+@rule("stop", *_READS, applies_to=TRAINING)
+def runs_stop_by_a_metric_of_the_run(config: CheckedConfig) -> Iterator[Problem]:
+    """The metric that stops a run is one that the run can write, and validation runs if it is one of validation."""
+    name, run = config.run.stop.metric_name, config.run
+    unwritten = list(_unwritten(config, name, _STOP))
+    yield from unwritten
+    if name is not None and not unwritten and name.startswith("validation/") and _validation_period(run, name) == 0:
+        yield Problem(_STOP, f"{name}: validation never runs between steps. Set {run.algorithm_name}.val_period.")
+
+
+def _unwritten(config: CheckedConfig, name: str | None, key: KeyPath) -> Iterator[Problem]:
+    """The problem that no component of the run can write a metric."""
+    run = config.run
+    if name is None or _is_among(name, [*_names(run), *_open_names(config, name)]):
         return
     if run.env and not _has_accuracy(run) and name.endswith("/accuracy") and name.startswith(("validation/", "rollout/")):
         why = "reward functions report an accuracy only above a threshold: set env.<task>.correct_above, or use the reward."
     else:
         plain = [metric for metric in _names(run) if "*" not in metric]
         why = f"no component of the run writes such a metric.{did_you_mean(name, plain)} docs/metrics.md lists all."
-    yield Problem(_KEY, f"{name}: {why}")
+    yield Problem(key, f"{name}: {why}")
 
 
 @rule(*_READS, stage=Stage.IMPORTED, applies_to=TRAINING, warns=True)
@@ -97,9 +113,14 @@ def can_be_ranked(run: RunConfig) -> bool:
     # The last step is not known yet if epochs are counted.
     if not name.startswith("validation/") or algorithm.val_at_end or algorithm.max_num_epochs is not None:
         return True
-    section, last = run.data.validation_sets.get(name.split("/")[1]), algorithm.max_num_steps
-    period = algorithm.val_period if section is None or section.val_period is None else section.val_period
+    period, last = _validation_period(run, name), algorithm.max_num_steps
     return period > 0 and (last % period == 0 or math.lcm(period, saved) <= last)
+
+
+def _validation_period(run: RunConfig, name: str) -> int:
+    """Steps between the validations that write a metric `validation/...`; 0 if there are none."""
+    section = run.data.validation_sets.get(name.split("/")[1])
+    return run.algorithm.val_period if section is None or section.val_period is None else section.val_period
 
 
 def _metric(config: CheckedConfig) -> str | None:
@@ -143,7 +164,7 @@ def _has_accuracy(run: RunConfig) -> bool:
     return any(getattr(section, "correct_above", 0.0) is not None for section in run.env.values())
 
 
-def _open_names(config: CheckedConfig) -> list[str]:
+def _open_names(config: CheckedConfig, name: str) -> list[str]:
     """Patterns of the metrics that user code may name: rewards, environments, and algorithms and losses of plugins."""
     run, layout = config.run, config.layout
     patterns = ["reward/?*", *(f"env/{task}/?*" for task in run.env)] if run.algorithm.runtime_needs.rollouts else []
@@ -152,5 +173,5 @@ def _open_names(config: CheckedConfig) -> list[str]:
     if config.use is Use.PYTHON or foreign & {Kind.ALGORITHM, Kind.LOSS}:
         patterns += ["*"]
     elif Kind.POLICY in foreign:  # its metrics of training, not those of validation
-        patterns += ["*"] if not str(run.checkpointing.metric_name).startswith("validation/") else []
+        patterns += ["*"] if not name.startswith("validation/") else []
     return patterns

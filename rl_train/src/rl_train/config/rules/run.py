@@ -267,6 +267,17 @@ def processor_can_be_imported(config: CheckedConfig, key: str, path: KeyPath, se
         yield Problem((*path, "processor"), f"{section.processor} cannot be imported: {problem}")
 
 
+@rule("callbacks", applies_to=TRAIN_ONLY)
+def callbacks_can_be_imported(config: CheckedConfig) -> Iterator[Problem]:
+    """The function or class of each callback exists."""
+    for name, section in config.run.callbacks.items():
+        at = ("callbacks", name, "name")
+        if not is_path(section.name):
+            yield Problem(at, f"must be a dotted path such as my_module.MyCallback; found {show(section.name)}.")
+        elif (problem := missing_target(section.name)) is not None:
+            yield Problem(at, f"{section.name} cannot be imported: {problem}")
+
+
 @rule("algorithm", "data", each=each_dataset, applies_to=frozenset({Use.TRAIN}))
 def records_are_of_the_kind_that_is_read(
     config: CheckedConfig, key: str, path: KeyPath, section: DatasetConfig
