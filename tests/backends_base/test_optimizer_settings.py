@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import Field
 
+from rl_backends_base.optimizer import OptimizerChain
 from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError
@@ -94,6 +95,40 @@ def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_the_settings_of_the
         assert float(used.optimizer.param_groups[0]["lr"]) == expected
         run(used, 2)
         run(old, 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_factor_on_the_learning_rate_leaves_the_schedule_unchanged(schedule):
+    """Some schedules compute a rate from the one before, so they must not see the factor."""
+    plain, scaled = (make(torch.optim.AdamW, {"lr": 0.01}, schedule, groups=2) for _ in range(2))
+    expected = [group["lr"] for group in run(plain, 9)]
+    seen = []
+    for step, factor in enumerate([1.0, 1.0, 0.5, 0.5, 0.0, 3.0, 3.0, 1.0, 1.0]):
+        scaled.lr_factor = factor
+        with scaled.scaled_lr() as lr:
+            assert {group["lr"] for group in scaled.optimizer.param_groups} == {lr}
+            assert lr == expected[step] * factor
+            scaled.optimizer.step()
+        seen.append(scaled.optimizer.param_groups[0]["lr"])
+        scaled.scheduler.step()
+    assert seen == expected
+    assert scaled.state_dict() == plain.state_dict()
+
+
+def test_each_optimizer_of_a_chain_steps_with_the_factor_and_tensors_as_learning_rates_stay_the_same_objects():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    parts = [torch.optim.SGD([weights[0]], lr=0.5), torch.optim.SGD([weights[1]], lr=torch.tensor(0.25), foreach=False)]
+    settings = OptimizerSettings(OptimizerChain(*parts), OptimizerConfig(name=ADAMW, kwargs={}), None)
+    tensor = parts[1].param_groups[0]["lr"]
+    settings.lr_factor = 0.5
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 2.0)
+    with settings.scaled_lr() as lr:
+        settings.optimizer.step()
+    assert lr == 0.25
+    assert [weight.tolist() for weight in weights] == [[0.5, 0.5], [0.75, 0.75]]  # 1 - factor * lr * 2
+    assert parts[1].param_groups[0]["lr"] is tensor
+    assert tensor == 0.25
 
 
 def test_an_optimizer_that_has_already_stepped_takes_the_settings_of_a_checkpoint_too():

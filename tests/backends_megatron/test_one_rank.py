@@ -157,6 +157,19 @@ def test_a_resume_without_an_explicit_key_shards_the_optimizer_as_its_checkpoint
     assert saved_setting(tmp_path / "o2", "policy.megatron_cfg.use_distributed_optimizer") is saved
 
 
+def test_a_factor_on_the_learning_rate_scales_the_steps_and_the_schedule_continues(policy):
+    made = policy(optimizer={"kwargs": {"lr": 1e-3}}, scheduler={"name": "linear", "kwargs": {"num_training_steps": 4}})
+    made.set_lr_factor(0.5)
+    assert made.train(cases.make_rows(), cases.NLL())["lr"] == 5e-4
+    assert {group["lr"] for group in made.group.worker.state.optimizer.param_groups} == {5e-4}
+    before = {name: tensor.clone() for name, tensor in made.group.worker.iter_weights()}
+    made.set_lr_factor(0.0)
+    assert made.train(cases.make_rows(), cases.NLL())["lr"] == 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.group.worker.iter_weights())
+    made.set_lr_factor(1.0)
+    assert made.train(cases.make_rows(), cases.NLL())["lr"] == pytest.approx(1e-3 * 2 / 4)
+
+
 def test_a_resume_steps_with_the_settings_of_the_present_config(policy, tmp_path):
     linear = {"name": "linear", "kwargs": {"num_training_steps": 4}}
     first = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.99]}

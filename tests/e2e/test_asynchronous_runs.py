@@ -33,6 +33,16 @@ SLOW = textwrap.dedent(
 )
 
 
+CONTROL = textwrap.dedent(
+    """
+    from rl_core.plugins import Control
+
+    def halve_and_stop(step):
+        return Control(lr_factor=0.5, stop="half is enough" if step == 3 else None)
+    """
+)
+
+
 @pytest.fixture
 def config(tmp_path):
     """Two optimizer steps per step, so that staleness in steps differs from staleness in weight versions."""
@@ -95,6 +105,33 @@ def test_a_killed_run_with_rollouts_in_progress_resumes_without_losing_or_repeat
     code, output = train(config).wait()
     assert code == 0, output
     assert_each_prompt_is_trained_once(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_run_stopped_by_a_callback_with_rollouts_in_progress_continues_without_losing_or_repeating_a_prompt(
+    train, config, tmp_path
+):
+    """On two ranks, whose learning rate the callback halves; a killed process would leave the same checkpoint."""
+    (tmp_path / "control.py").write_text(CONTROL)
+    callbacks = {"control": {"name": "control.halve_and_stop"}}
+    config = {**config, "cluster": {"workers_per_node": 2}, "callbacks": callbacks}
+    run = train(config)
+    code, output = run.wait()
+    assert code == 0, output
+    assert "stopped after step 3 by the callback 'callbacks.control' (control.halve_and_stop): half is enough" in output
+    assert checkpoint_of(3, tmp_path).exists()
+    run.assert_gone()
+    code, output = train(config, "--resume", "runs/run").wait()
+    assert code == 0, output
+    assert_bound_is_held(tmp_path, bound=2)
+    assert_each_prompt_is_trained_once(tmp_path)
+    steps = metrics_of(tmp_path)
+    # The rate of a step is that of its second optimizer step; the warm-up of two ends with the first step's.
+    schedule = [min((2 * step) / 3, (40 - (2 * step - 1)) / 38) for step in range(1, STEPS + 1)]
+    factors = [1.0] + [0.5] * (STEPS - 1)
+    expected = [1e-4 * shape * factor for shape, factor in zip(schedule, factors, strict=True)]
+    assert [steps[step]["lr"] for step in range(1, STEPS + 1)] == pytest.approx(expected)
 
 
 @pytest.mark.ray

@@ -10,6 +10,7 @@ from e2e_runs import MODEL, PLANS_OF_PAIRS, merged, metrics_of, without_speed
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
+from rl_core.plugins import Control
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
@@ -20,6 +21,8 @@ from rl_train.algorithms.losses.config import (
     DrGRPOLossConfig,
     GSPOLossConfig,
 )
+from rl_train.control import EarlyStopping
+from rl_train.errors import PluginHookError
 from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow
@@ -65,6 +68,28 @@ def test_dpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
     assert found[-1]["validation/accuracy"] > found[0]["validation/accuracy"] == 0.5
     assert len((tmp_path / "python" / "metrics.jsonl").read_text().splitlines()) == 4
     assert policy.weight_version == 3
+
+
+def test_callbacks_control_a_trainer_which_leaves_policy_and_loss_as_they_were(policy):
+    """A callback may be an object or a function; the second training starts with the settings of the config again."""
+    loss = DPOLossFn(DPOLossConfig(reference_policy_kl_penalty=0.2))
+
+    def change(step):
+        return Control(lr_factor=0.25, kl_weight=0.4) if step == 1 else Control(stop="enough") if step == 3 else None
+
+    section = {"max_num_steps": 5, "global_batch_size": 4}
+    for _ in range(2):
+        stopping = EarlyStopping(metric_name="num_optimizer_steps", mode="max", patience=3)
+        found = DPOTrainer(policy, config=section, loss_fn=loss, callbacks=[change, stopping]).train(PAIRS)
+        assert [(row["step"], row["lr"], row.get("kl/penalty_weight")) for row in found] == [
+            (1, 1e-4, None),
+            (2, 0.25e-4, 0.4),
+            (3, 0.25e-4, 0.4),
+        ]
+    assert loss.config == DPOLossConfig(reference_policy_kl_penalty=0.2)
+    assert DPOTrainer(policy, config={**section, "max_num_steps": 1}).train(PAIRS)[0]["lr"] == 1e-4
+    with pytest.raises(PluginHookError, match=r"the callback 'callbacks\[0\]' \(.*\) raised ZeroDivisionError"):
+        DPOTrainer(policy, config=section, callbacks=[lambda step: 1 / 0]).train(PAIRS)
 
 
 def test_sft_from_python_takes_the_steps_of_the_config(policy, tmp_path):

@@ -79,9 +79,8 @@ def add_callbacks(manager: PluginManager, callbacks: Mapping[str, Any]) -> None:
 
 
 def _add_callback(manager: PluginManager, key: str, callback: Any) -> None:
-    hooked, kind = callback, type(callback)
-    if inspect.isroutine(callback):
-        hooked, kind = SimpleNamespace(rlcore_step_finished=hookimpl(callback)), callback
+    hooked = SimpleNamespace(rlcore_step_finished=hookimpl(callback)) if inspect.isroutine(callback) else callback
+    kind: Any = callback if inspect.isroutine(callback) else type(callback)
     plugin = Callback(name=key, distribution="", version="", module=f"{kind.__module__}.{kind.__qualname__}")
     manager.load(plugin, lambda: hooked)
     manager.plugins.remove(plugin)  # these are the installed ones
@@ -181,10 +180,9 @@ class RunControl:
         if self.lr_factor is not None:
             self._set_lr_factor(run, self.lr_factor, "this run")
             lines.append(f"the learning rate is {self.lr_factor:g} times that of the config, as a callback or plugin set it")
-        if self.kl_weight is not None and not getattr(run.config.loss_fn, "use_kl_in_reward", False):
-            self.kl_weight = (
-                None if self._set_kl_weight(run, self.kl_weight) else self.kl_weight
-            )  # the config may have none now
+        weight, in_reward = self.kl_weight, getattr(run.config.loss_fn, "use_kl_in_reward", False)
+        if weight is not None and not in_reward and self._set_kl_weight(run, weight) is not None:
+            self.kl_weight = None  # the config has no penalty any more
         if self.kl_weight is not None:
             lines.append(f"the weight of the KL penalty is {self.kl_weight:g}, as a callback or plugin set it")
         return lines

@@ -94,7 +94,8 @@ class Control:
         if self.stop is not None and not (isinstance(self.stop, str) and self.stop.strip()):
             raise ValueError(f"Control.stop must be the reason as text, or None; found {self.stop!r}.")
         for name, value in (("lr_factor", self.lr_factor), ("kl_weight", self.kl_weight)):
-            if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 <= value < math.inf):
                 raise ValueError(f"Control.{name} must be a finite number, 0 or more, or None; found {value!r}.")
 
 
