@@ -4,8 +4,10 @@ import types
 
 import pytest
 
-from rl_core.plugins import hookimpl
+from rl_core.interfaces.policy import PolicyInterface
+from rl_core.plugins import Control, hookimpl
 from rl_core.plugins.manager import PluginManager
+from rl_train.control import RunControl
 from rl_train.errors import PluginHookError
 from rl_train.launch.session import call_event
 
@@ -25,6 +27,34 @@ def test_a_hook_gets_the_arguments_that_it_names():
     manager = manager_with(acme=lambda metrics, step: seen.append((step, metrics)), zeta=lambda: seen.append("called"))
     call_event(manager, "rlcore_step_finished", run=None, step=3, metrics={"reward/mean": 0.5})
     assert seen == ["called", (3, {"reward/mean": 0.5})]
+
+
+def test_what_hooks_return_is_attributed_to_their_plugins():
+    manager = manager_with(acme=lambda: Control(save=True), quiet=lambda: None, zeta=lambda: "text")
+    returned = call_event(manager, "rlcore_step_finished", run=None, step=1, metrics={})
+    assert [(plugin.name, value) for plugin, value in returned] == [("zeta", "text"), ("acme", Control(save=True))]
+
+
+def test_plugins_that_contradict_each_other_are_both_named():
+    manager = manager_with(acme=lambda: Control(lr_factor=0.5), zeta=lambda: Control(lr_factor=0.1))
+    returned = call_event(manager, "rlcore_step_finished", run=None, step=1, metrics={})
+    with pytest.raises(PluginHookError) as raised:
+        RunControl().apply(None, 7, returned)
+    assert str(raised.value) == (
+        "After step 7, the plugin 'zeta' (zeta-rl 2.1) set lr_factor to 0.1 and the plugin 'acme' (acme-rl 2.1) to 0.5. "
+        "Remove one of them."
+    )
+
+
+def test_a_policy_that_cannot_change_its_learning_rate_is_named_with_the_plugin_that_asks():
+    class Fixed(PolicyInterface):
+        def train(self, data, loss_fn, **options):
+            return {}
+
+    manager = manager_with(acme=lambda: Control(lr_factor=0.5))
+    returned = call_event(manager, "rlcore_step_finished", run=None, step=1, metrics={})
+    with pytest.raises(PluginHookError, match=r"'acme' .* set lr_factor to 0.5, .*: Fixed does not implement `set_lr_factor`"):
+        RunControl().apply(types.SimpleNamespace(policy=Fixed()), 1, returned)
 
 
 def test_a_raising_hook_is_attributed_after_all_hooks_ran():

@@ -1,5 +1,6 @@
 """TensorBoard, Weights & Biases and MLflow with the real libraries, read back; a missing library is a config error."""
 
+import csv
 import importlib.metadata
 import json
 import logging
@@ -55,6 +56,59 @@ def test_wandb_is_offline_despite_environment_variables_and_resumes_under_the_sa
     [(run_id, rows)] = written_wandb_rows(tmp_path, 3).items()
     assert run_id == (tmp_path / "wandb_run_id").read_text()
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (2, 0.75)]
+
+
+def rollouts(count, step):
+    """Records with what the tables show and a key that they do not."""
+    texts = [f'step {step}, row {number}:\n1, "2" = 3' for number in range(count)]
+    return [
+        {"prompt": "1+2=", "completion": text, "reward": None if number == 1 else 0.5, "advantage": None, "tokens": [1]}
+        for number, text in enumerate(texts)
+    ]
+
+
+def log_rollouts(logger):
+    for step in (1, 2):
+        logger.log_rollouts(rollouts(3, step), step)
+        logger.log_metrics({"reward/mean": 0.5}, step)
+    logger.finish()
+
+
+COLUMNS = ["step", "prompt", "completion", "reward", "advantage"]
+
+
+def expected_table(step, count):
+    return [[step, row["prompt"], row["completion"], row["reward"], row["advantage"]] for row in rollouts(count, step)]
+
+
+def test_wandb_shows_the_first_completions_of_each_step_with_the_metrics_of_the_step(tmp_path):
+    log_rollouts(WandbLogger(config=WandbConfig(completions_logged=2), folder=tmp_path))
+    [(_, rows)] = written_wandb_rows(tmp_path, 2).items()
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.5), (2, 0.5)]
+    for row in rows:
+        [table] = tmp_path.glob(f"wandb/offline-run-*/files/{row['completions/path']}")
+        content = json.loads(table.read_text())
+        assert content["columns"] == COLUMNS
+        assert content["data"] == expected_table(row["step"], 2)
+
+
+def test_mlflow_has_the_first_completions_of_each_step_as_a_table(tmp_path):
+    log_rollouts(MlflowLogger(config=MlflowConfig(completions_logged=2), folder=tmp_path))
+    tables = sorted(tmp_path.glob("mlflow_artifacts/*/artifacts/completions/*.csv"))
+    assert [path.name for path in tables] == ["step_000001.csv", "step_000002.csv"]
+    for step, path in enumerate(tables, 1):
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        assert header == COLUMNS
+        assert rows == [["" if value is None else str(value) for value in row] for row in expected_table(step, 2)]
+
+
+def test_no_table_is_written_if_none_is_wanted_or_there_are_no_rollouts(tmp_path):
+    log_rollouts(WandbLogger(config=WandbConfig(completions_logged=0), folder=tmp_path))
+    log_rollouts(MlflowLogger(config=MlflowConfig(completions_logged=0), folder=tmp_path))
+    assert not any("completions" in str(path) for path in tmp_path.rglob("*"))
+    [(_, rows)] = written_wandb_rows(tmp_path, 2).items()
+    assert {key for row in rows for key in row if not key.startswith("_")} == {"step", "reward/mean"}
 
 
 def test_an_upload_to_wandb_that_does_not_end_is_reported_with_the_way_to_repeat_it(tmp_path, monkeypatch, own_messages):
