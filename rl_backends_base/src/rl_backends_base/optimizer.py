@@ -10,23 +10,31 @@ The state of torchao's optimizers, such as `torchao.optim.AdamW8bit`, consists o
 (https://arxiv.org/abs/2110.02861), which have plain ones as parts: codes, one scale for each block of codes, and the values of
 the codes. Blocks do not end where the rows of a weight end, so other shards of it have other blocks: a checkpoint has the plain
 tensors of each shard, and only the same number of shards can continue from it.
+
+Muon (https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by one with the same singular vectors and
+singular values near 1, so it needs whole matrices: see `GatheredMuon`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rl_backends_base.host_memory import HostMemory
 from rl_backends_base.optimizer_settings import call_named
-from rl_backends_base.shards import has_parts, local
+from rl_backends_base.shards import fill, has_parts, local, whole
+from rl_core.config.policy_sections import REST
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, UserError, with_key
+from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.import_path import resolve
 
 _log = logging.getLogger(__name__)
@@ -35,61 +43,182 @@ DECAY_MATRICES_ONLY = "decay_matrices_only"
 """Extra keyword in `optimizer.kwargs`: if true, biases and norms (all one-dimensional tensors) have no weight decay."""
 
 
+_OF_A_LAYER: Final = re.compile(r".*\.\d+\..*weight")
+"""Name of a weight in a list of layers. Adapters have such names too."""
+_NAMED: Final = 4
+"""Most parameters that an error names."""
+
+
 def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters.
+    """The optimizer of the trainable parameters; an `OptimizerChain` if the config has groups.
 
     torch's Adam and AdamW use their fused implementation (one pass over memory) unless `kwargs` specify otherwise.
 
     Args:
         parameters: name to parameter.
-        config: import path and keyword arguments.
+        config: import path, keyword arguments and groups.
 
     Raises:
-        UserError: the import path does not exist, the optimizer rejects the arguments, or its steps cannot be compiled.
+        UserError: the import path does not exist, the optimizer rejects the arguments or the parameters, its steps cannot be
+            compiled, or as `parameters_by_group`.
     """
-    with with_key("policy.optimizer.name"):
-        factory = resolve(config.name, key="policy.optimizer.name")
+    if not config.groups:
+        return _build(parameters, config, key="policy.optimizer")
+    parts = {}
+    for name, members in parameters_by_group(parameters, config).items():
+        own, key = (config, "policy.optimizer") if name == REST else (config.of_group(name), f"policy.optimizer.groups.{name}")
+        parts[name] = _build(members, own, key=key)
+        if is_quantized(parts[name]):
+            raise UserError(
+                f"`{key}.name`: quantized optimizer state ({own.name}) cannot be combined with `policy.optimizer.groups`.",
+                key=f"{key}.name",
+            )
+        _log.info("Optimizer group %s: %s with %d tensors", name, own.name, len(members))
+    return OptimizerChain(*parts.values(), names=tuple(parts))
+
+
+def parameters_by_group(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters of each of `config.groups`, in the order of their names, then `REST`: those of no group, if there are any.
+
+    Args:
+        parameters: name to parameter.
+        config: with groups.
+
+    Raises:
+        UserError: a pattern matches nothing, or two groups have the same parameter.
+    """
+    owners: dict[str, str] = {}
+    for group, section in sorted(config.groups.items()):
+        for pattern in [section.params] if isinstance(section.params, str) else section.params or ():
+            key = f"policy.optimizer.groups.{group}.params"
+            matches = [name for name in parameters if fnmatchcase(name, pattern)]
+            if not matches:
+                meant = did_you_mean(pattern, [*parameters, *{name.split(".")[-2] for name in parameters if "." in name}])
+                raise UserError(
+                    f"`{key}`: {pattern!r} matches no trained parameter.{meant} Patterns match whole names, such as "
+                    f"{_some(parameters)}.",
+                    key=key,
+                )
+            if taken := [name for name in matches if owners.setdefault(name, group) != group]:
+                raise UserError(
+                    f"`{key}`: {pattern!r} matches {_some(taken)}, which the group {owners[taken[0]]!r} also names. A "
+                    "parameter can be in one group only: make the patterns disjoint.",
+                    key=key,
+                )
+    for group in (name for name, section in sorted(config.groups.items()) if section.params is None):
+        matrices = [name for name, each in parameters.items() if name not in owners and _is_layer_matrix(name, each)]
+        if not matrices:
+            raise UserError(
+                f"`policy.optimizer.groups.{group}`: there is no matrix of a layer that no other group has. Set `params` to "
+                f"patterns of parameter names, such as {_some(parameters)}.",
+                key=f"policy.optimizer.groups.{group}",
+            )
+        owners |= dict.fromkeys(matrices, group)
+    names = [*sorted(config.groups), *([REST] if len(owners) < len(parameters) else [])]
+    return {group: {name: each for name, each in parameters.items() if owners.get(name, REST) == group} for group in names}
+
+
+def _is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 2 and _OF_A_LAYER.fullmatch(name) is not None and "embed" not in name
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+    return ", ".join(shown[:_NAMED]) + more
+
+
+def _build(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, *, key: str) -> torch.optim.Optimizer:
+    """The optimizer of some parameters; `config.groups` are not read."""
+    with with_key(f"{key}.name"):
+        factory = resolve(config.name, key=f"{key}.name")
     kwargs = dict(config.kwargs)
     matrices_only = kwargs.pop(DECAY_MATRICES_ONLY, False)
     if factory in (torch.optim.Adam, torch.optim.AdamW) and not {"fused", "foreach"} & kwargs.keys():
         kwargs["fused"] = True
+    if factory is torch.optim.Muon:
+        _check_matrices(parameters, key=key)
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+            factory = GatheredMuon
     groups: Any = list(parameters.values())
     if matrices_only:
         groups = [
             {"params": [p for p in parameters.values() if p.ndim > 1]},
             {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
         ]
-    optimizer = call_named(factory, groups, kwargs, key="policy.optimizer", also=(DECAY_MATRICES_ONLY,))
+    optimizer = call_named(factory, groups, kwargs, key=key, also=(DECAY_MATRICES_ONLY,))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"`policy.optimizer.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer.",
-            key="policy.optimizer.name",
+            f"`{key}.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer.",
+            key=f"{key}.name",
         )
     if is_quantized(optimizer):
         _check_step(optimizer, config.name)
     return optimizer
 
 
+def _check_matrices(parameters: Mapping[str, nn.Parameter], *, key: str) -> None:
+    others = [f"{name} {list(each.shape)}" for name, each in parameters.items() if each.ndim != 2]
+    if others:
+        raise UserError(
+            f"`{key}`: Muon updates matrices, but these parameters do not have two axes: {_some(others)}. Leave them to "
+            "another optimizer: `policy.optimizer.groups: {matrices: {name: torch.optim.Muon}}` updates the matrices of layers with "
+            "Muon, and all other parameters with `policy.optimizer.name`.",
+            key=key,
+        )
+
+
 class OptimizerChain(torch.optim.Optimizer):
     """Several optimizers of different parameters as one, such as Muon for matrices and AdamW for the others.
 
-    The schedule scales the learning rates of all; reported is that of the first.
+    The schedule scales the learning rates of all.
 
     Args:
         parts: the optimizers, before their first step.
+        names: their names in metrics; by default, their learning rates are not reported one by one.
     """
 
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+    def __init__(self, *parts: torch.optim.Optimizer, names: Sequence[str] = ()) -> None:
         super().__init__([parameter for part in parts for group in part.param_groups for parameter in group["params"]], {})
-        self._parts = parts
+        self.parts, self.names = parts, names
         self.param_groups = [group for part in parts for group in part.param_groups]
         for part in parts:
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step of each optimizer."""
-        for part in self._parts:
+        for part in self.parts:
             part.step()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Learning rates of the named parts."""
+        return {name: float(part.param_groups[0]["lr"]) for name, part in zip(self.names, self.parts, strict=False)}
+
+
+class GatheredMuon(torch.optim.Muon):
+    """Muon for matrices that are sharded over ranks (FSDP2).
+
+    The orthogonalization of a shard is not a shard of that of the matrix. Each rank gathers one matrix at a time with its
+    gradient and momentum, takes the step of `torch.optim.Muon` with it, and keeps its shard. Each step thus equals that of one
+    rank with the same gradient bit for bit, and takes as long. Of the state, each rank has its shards.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            settings = {key: group[key] for key in self.defaults}
+            for shards in group["params"]:
+                if "momentum_buffer" not in self.state[shards]:
+                    self.state[shards]["momentum_buffer"] = torch.zeros_like(shards)
+                momentum = self.state[shards]["momentum_buffer"]
+                matrix = nn.Parameter(whole(shards.detach()))
+                matrix.grad = whole(shards.grad)
+                optimizer = torch.optim.Muon([matrix], **settings)
+                optimizer.state[matrix]["momentum_buffer"] = whole(momentum)
+                optimizer.step()
+                fill(shards, matrix.detach())
+                fill(momentum, optimizer.state[matrix]["momentum_buffer"])
 
 
 def compile_error() -> type[Exception]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -34,16 +35,17 @@ class OptimizerSettings:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, scheduler: SchedulerConfig | None) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._config = optimizer, config
         self._initial = _hyperparameters(optimizer)
-        self._kwargs = dict(config.kwargs)
         self._scheduler = scheduler
         self.scheduler: Any = build_scheduler(optimizer, scheduler)
         self.lr_factor = 1.0
+        if config.groups and scheduler is not None:
+            self._check_ratios(scheduler)
 
     @contextmanager
     def scaled_lr(self) -> Iterator[float]:
-        """In the block, learning rates are those of the schedule times `lr_factor`; yields that of the first group.
+        """In the block, learning rates are those of the schedule times `lr_factor`; yields the highest.
 
         The schedule reads the unscaled ones: some compute a rate from the previous one.
         """
@@ -52,7 +54,7 @@ class OptimizerSettings:
         if self.lr_factor != 1.0:
             for group in groups:
                 group["lr"] = group["lr"] * self.lr_factor
-        yield float(groups[0]["lr"])
+        yield max(float(group["lr"]) for group in groups)
         for group, lr in zip(groups, unscaled, strict=True):
             group["lr"] = lr
 
@@ -78,6 +80,12 @@ class OptimizerSettings:
         if missing := {"settings", "param_groups", "scheduler"} - saved.keys():
             raise CheckpointError(f"{source} is damaged: its state has no `{min(missing)}`. Use another checkpoint.")
         before, now, groups = saved["settings"], self._settings(), self.optimizer.param_groups
+        if (then := _fixed(before)) != (current := _fixed(now)):
+            raise CheckpointError(
+                f"{source} was written with the optimizer groups {then}, but the config has {current}. A resume can only "
+                "change their `kwargs`. Restore `optimizer.groups`, or start a new run from the weights.",
+                key="optimizer.groups",
+            )
         if before["optimizer"] != now["optimizer"]:
             raise CheckpointError(
                 f"{source} was written by the optimizer {before['optimizer']}, but the config has {now['optimizer']}, which "
@@ -97,7 +105,9 @@ class OptimizerSettings:
             self.scheduler.load_state_dict(saved["scheduler"])
             return
         self._restart(steps)
-        arguments = {*inspect.signature(type(self.optimizer)).parameters, *self._kwargs, *before["kwargs"]}
+        sections = [*before.get("groups", {}).values(), *now.get("groups", {}).values(), before, now]
+        arguments = {key for section in sections for key in section["kwargs"]}
+        arguments |= {key for part in parts_of(self.optimizer) for key in inspect.signature(type(part)).parameters}
         for group, initial, old in zip(groups, self._initial, saved["param_groups"], strict=True):
             group.update({key: value for key, value in old.items() if key in initial and key not in arguments})
 
@@ -114,13 +124,46 @@ class OptimizerSettings:
             for _ in range(steps):
                 self.scheduler.step()
 
+    def _check_ratios(self, scheduler: SchedulerConfig) -> None:
+        """Raise UserError if the schedule has replaced learning rates of groups by one of its own."""
+        groups = self.optimizer.param_groups
+        scales = {float(old["lr"]): float(new["initial_lr"]) for old, new in zip(self._initial, groups, strict=True)}
+        if any(not math.isclose(a * scales[b], b * scales[a], rel_tol=1e-6) for a in scales for b in scales):
+            raise UserError(
+                f"`policy.scheduler.name`: {scheduler.name} sets the same learning rate for all groups of "
+                f"`policy.optimizer.groups`, which have {', '.join(f'{lr:g}' for lr in scales)}. Use a schedule that scales "
+                f"them: {', '.join(sorted(SCHEDULES))}, or one of torch such as StepLR.",
+                key="policy.scheduler.name",
+            )
+
     def _settings(self) -> dict[str, Any]:
-        kind = type(self.optimizer)
+        kind, groups = type(self.optimizer), self._config.groups
+        own = {name: self._config.of_group(name) for name in groups}
         return {
-            "optimizer": f"{kind.__module__}.{kind.__qualname__}",
-            "kwargs": json.loads(json.dumps(self._kwargs, default=str)),
+            # The class of a part may depend on the number of ranks.
+            "optimizer": self._config.name if groups else f"{kind.__module__}.{kind.__qualname__}",
+            "kwargs": _plain(self._config.kwargs),
             "scheduler": None if self._scheduler is None else self._scheduler.model_dump(mode="json"),
+            **(
+                {"groups": {name: {"params": groups[name].params, **_plain(own[name].model_dump())} for name in own}}
+                if own
+                else {}
+            ),
         }
+
+
+def _plain(values: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(values, default=str))
+
+
+def _fixed(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a resume cannot change about groups, by name."""
+    return {name: f"{each['name']} for {each['params'] or 'matrices'}" for name, each in settings.get("groups", {}).items()}
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers of an `OptimizerChain`; of any other, itself."""
+    return getattr(optimizer, "parts", (optimizer,))
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

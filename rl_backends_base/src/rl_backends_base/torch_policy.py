@@ -342,10 +342,11 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         numbers = torch.stack([broken, loss, norm, *reduced.values()]).tolist()
         if numbers[0] > 0:
             raise non_finite_error(losses, state, norm=numbers[2], rank=self.context.rank)
+        group_lrs = {} if state is None else state.group_lrs()
         with explaining_memory(self, "the optimizer step"):
             lr = state.step(norm, self.config.max_grad_norm) if state is not None else 0.0
         total, by_name = self.collect_results(numbers[1], dict(zip(reduced, numbers[3:], strict=True)))
-        return StepResult(loss=total, grad_norm=numbers[2], lr=lr, metrics=by_name)
+        return StepResult(loss=total, grad_norm=numbers[2], lr=lr, group_lrs=group_lrs, metrics=by_name)
 
     def collect_results(self, loss: float, metrics: dict[str, float]) -> tuple[float, dict[str, float]]:
         """Loss and metrics of this rank's rows, from the rank that computed them; all ranks call this. Unchanged by default."""

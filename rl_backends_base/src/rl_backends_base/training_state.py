@@ -39,6 +39,7 @@ from rl_backends_base.data_only import (
 from rl_backends_base.host_memory import HostMemory
 from rl_backends_base.optimizer import (
     MasterWeights,
+    OptimizerChain,
     check_stored,
     create_state,
     has_state,
@@ -46,7 +47,7 @@ from rl_backends_base.optimizer import (
     plain_tensors,
     shard_tensors,
 )
-from rl_backends_base.optimizer_settings import OptimizerSettings
+from rl_backends_base.optimizer_settings import OptimizerSettings, parts_of
 from rl_backends_base.parallel import Parallel, clip_
 from rl_core.backend import first_non_finite
 from rl_core.errors import CheckpointError, NotSupportedError
@@ -91,12 +92,15 @@ class TrainingStateBase(ABC):
             max_norm: maximum gradient norm; None disables clipping.
 
         Returns:
-            The learning rate of the step.
+            The learning rate of the step; the highest if there are several.
         """
 
     def set_lr_factor(self, factor: float) -> None:
         """See `TrainableInterface.set_lr_factor`. By default, not supported."""
         raise NotSupportedError(f"{type(self).__name__} does not implement `set_lr_factor`.")
+    def group_lrs(self) -> dict[str, float]:
+        """Learning rates of the next step by optimizer group; by default, there are no groups."""
+        return {}
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -171,6 +175,8 @@ class TrainingState(TrainingStateBase):
             clip_(list(self.gradients().values()), norm, max_norm)
         with self.settings.scaled_lr() as lr:
             self.optimizer.step()
+        lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        self.optimizer.step()
         # Fused optimizers change parameters without counting it, but an engine that shares them checks the counts.
         increment_version(list(self.masters.parameters.values()))
         self.scheduler.step()
@@ -179,8 +185,8 @@ class TrainingState(TrainingStateBase):
         self.weight_version += 1
         return lr
 
-    def set_lr_factor(self, factor: float) -> None:
-        self.settings.lr_factor = factor
+        with self.settings.scaled_lr() as lr:
+            self.optimizer.step()
 
     def save(self, folder: Path) -> None:
         rank, world_size = self.parallel.rank, self.parallel.world_size
@@ -309,8 +315,11 @@ class TrainingState(TrainingStateBase):
         return {name: values for name, values in state.items() if values}
 
     def _set_state(self, state: Mapping[str, dict[str, Any]], folder: Path) -> None:
-        if state and (missing := self.masters.parameters.keys() - state.keys()):
-            raise CheckpointError(f"{folder} is of another model: it has no optimizer state for {sorted(missing)[0]}.")
+        names = {parameter: name for name, parameter in self.masters.parameters.items()}
+        for part in parts_of(self.optimizer):  # some optimizers have no state
+            members = {names[parameter] for group in part.param_groups for parameter in group["params"]}
+            if members & state.keys() and (missing := members - state.keys()):
+                raise CheckpointError(f"{folder} is of another model: it has no optimizer state for {min(missing)}.")
         self.optimizer.state.clear()
         for name, values in state.items():
             self.optimizer.state[self.masters.parameters[name]] = values

@@ -98,9 +98,10 @@ class HFPolicyConfig(PolicyConfig):
             )
 
     def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
+        """Checks the model's config and class, requirements for loading it on this machine, LoRA targets, optimizer groups."""
         from rl_backends_hf.lora_targets import check_targets, freeze_modules
         from rl_backends_hf.model import length_dependent_rope, model_without_weights
+        from rl_backends_hf.planned_memory import check_optimizer
         from rl_backends_hf.quantized import layers_to_quantize
 
         if self.python is not None:
@@ -110,6 +111,8 @@ class HFPolicyConfig(PolicyConfig):
         freeze_modules(model, self.hf_cfg.freeze)
         if self.hf_cfg.lora is not None:
             check_targets(model, self.hf_cfg.lora, head=self.head)
+        if not self.frozen:
+            check_optimizer(self)
         if (problem := length_dependent_rope(model, self.max_total_sequence_length)) is not None:
             yield ("max_total_sequence_length",), problem
 

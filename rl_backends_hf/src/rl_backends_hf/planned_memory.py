@@ -8,6 +8,7 @@ process group of torch's backend `fake`, whose collectives do nothing.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import FullyShard, padded_input
+from rl_backends_base.optimizer import build_optimizer, parameters_by_group
 from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
@@ -37,6 +39,7 @@ from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
 from rl_backends_hf.transformers_internals import attention_of
 from rl_core.backend import WorkerContext
+from rl_core.config.policy_sections import REST, OptimizerConfig
 from rl_core.errors import NotSupportedError, UserError
 
 if TYPE_CHECKING:
@@ -57,7 +60,9 @@ _UNTRACED: Final[dict[str, Any]] = {
 _TEMPORARY: Final = "logits and temporary tensors"
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
+_MUON: Final = "torch.optim.Muon"
 _STATE_BYTES: Final = {
+    _MUON: 4.0,
     "torch.optim.Adam": 8.0,
     "torch.optim.AdamW": 8.0,
     "torch.optim.SGD": 0.0,
@@ -65,7 +70,7 @@ _STATE_BYTES: Final = {
     "torchao.optim.AdamW8bit": 2 + 8 / 256,
 }
 """Bytes that an optimizer keeps per trained weight: two float32 moments (https://arxiv.org/abs/1412.6980, algorithm 1), or two
-of 8 bits with a float32 scale for each block of 256 (https://arxiv.org/abs/2110.02861)."""
+of 8 bits with a float32 scale for each block of 256 (https://arxiv.org/abs/2110.02861), or the momentum of Muon."""
 _GPU_LAYER_S: Final = 1 / 25.5 / 32
 """Assumed minimum seconds of a layer in a step of sampling on a GPU, whose operations Python starts one by one: 25.5 tokens per
 second with the 32 layers of Llama-2-7B, not compiled (https://pytorch.org/blog/accelerating-generative-ai-2/)."""
@@ -128,7 +133,7 @@ class PolicyMemory:
             # The gradients of the first microbatch exist while the next ones are computed; with FSDP2, all exist when it
             # gathers the most, at the end of the backward pass.
             phases["train"] = traced | ({"gradients": gradients} if several or shards > 1 else {})
-            phases["update"] = {"gradients": gradients}
+            phases["update"] = {"gradients": gradients} | _orthogonalized(config, sharded=shards > 1)
         return phases
 
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
@@ -145,10 +150,8 @@ class PolicyMemory:
         return self._config.hf_cfg.lora is None or (engine is not None and engine.lora == "adapter")
 
     def not_counted(self) -> list[str]:
-        left_out = []
-        if self._config.optimizer.name not in _STATE_BYTES:
-            left_out.append(f"state of the optimizer {self._config.optimizer.name}")
-        return left_out
+        names = dict.fromkeys(optimizer.name for optimizer, _ in _optimizers(self._config))
+        return [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
 
     def saving_overrides(self) -> list[str]:
         config = self._config
@@ -249,11 +252,11 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     hf = config.hf_cfg
     width = DTYPES[config.dtype_name].itemsize
     shards = _shards_of(config, ranks)
-    per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
-    if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
-        per_weight = 4.0
+    state = sum(
+        _state_bytes(optimizer) * sum(math.prod(shape) for shape in shapes) for optimizer, shapes in _optimizers(config)
+    )
     state_shards = shards if hf.lora is None else 1
-    held = {"gradients": 4 * trained // state_shards, "optimizer state": int(per_weight * trained) // state_shards}
+    held = {"gradients": 4 * trained // state_shards, "optimizer state": int(state) // state_shards}
     if hf.lora is not None:
         held["weights"] = width * (weights - trained) // shards + 4 * trained
     elif shards > 1:
@@ -262,6 +265,48 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
         held["weights"] = width * weights
         held["float32 master weights"] = 4 * trained if width < 4 else 0
     return {part: size for part, size in held.items() if size}
+
+
+def _optimizers(config: HFPolicyConfig) -> list[tuple[OptimizerConfig, list[torch.Size]]]:
+    """Each optimizer of a policy, and the shapes of the weights that it updates."""
+    if config.frozen:
+        return []
+    trained = {name: each for name, each in _adapted(config).named_parameters() if each.requires_grad}
+    if not config.optimizer.groups:
+        return [(config.optimizer, [each.shape for each in trained.values()])]
+    groups = parameters_by_group(trained, config.optimizer).items()
+    of = {name: config.optimizer if name == REST else config.optimizer.of_group(name) for name, _ in groups}
+    return [(of[name], [each.shape for each in members.values()]) for name, members in groups]
+
+
+def check_optimizer(config: HFPolicyConfig) -> None:
+    """Check optimizer groups and Muon's parameters without weights.
+
+    Raises:
+        UserError: as `build_optimizer`.
+    """
+    if config.optimizer.groups or config.optimizer.name == _MUON:
+        build_optimizer(
+            {name: each for name, each in _adapted(config).named_parameters() if each.requires_grad}, config.optimizer
+        )
+
+
+def _state_bytes(optimizer: OptimizerConfig) -> float:
+    if optimizer.name == "torch.optim.SGD" and optimizer.kwargs.get("momentum"):
+        return 4.0
+    return _STATE_BYTES.get(optimizer.name, 0.0)
+
+
+def _orthogonalized(config: HFPolicyConfig, *, sharded: bool) -> dict[str, int]:
+    """Temporary bytes of Muon for its largest matrix; none without Muon.
+
+    They are the float32 update, and in bfloat16 two matrices of its shape and two Gram matrices. Of a sharded matrix, the whole
+    weight, gradient and momentum are gathered in float32.
+    """
+    shapes = [shape for optimizer, shapes in _optimizers(config) if optimizer.name == _MUON for shape in shapes]
+    gathered = 12 if sharded and config.hf_cfg.lora is None else 0
+    sizes = [(8 + gathered) * math.prod(shape) + 4 * min(shape) ** 2 for shape in shapes]
+    return {"orthogonalized matrix": max(sizes)} if sizes else {}
 
 
 def _shards_of(config: HFPolicyConfig, ranks: int) -> int:

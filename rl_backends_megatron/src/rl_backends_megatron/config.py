@@ -191,6 +191,11 @@ class MegatronPolicyConfig(PolicyConfig):
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
+        if self.optimizer.groups:
+            raise ValueError(
+                f"optimizer.groups ({', '.join(self.optimizer.groups)}) is not supported: Megatron-Core updates all weights "
+                "with one optimizer, and its ranks have shards of matrices. Remove it, or use the backend `hf`"
+            )
         if self.optimizer.name not in OPTIMIZER_KEYS:
             raise ValueError(
                 f"optimizer.name {self.optimizer.name!r} is not supported: Megatron-Core has its own optimizers, which shard "

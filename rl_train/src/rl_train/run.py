@@ -272,6 +272,7 @@ class Run:
         """Record the result of `PolicyInterface.train` and the number of tokens."""
         self._training = result
         self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
+        self.metrics.add({f"lr/{name}": lr for name, lr in result.get("group_lrs", {}).items()})
         self.metrics.add(self.loss_fn.reported_metrics(by_weight_version(result["metrics"])))
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})
         self.metrics.add({"tokens/skipped": result.get("skipped_valid_toks", 0.0)})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.section import (
@@ -49,21 +49,52 @@ _ADAMW = "torch.optim.AdamW"
 _ADAMW_DEFAULTS = {"lr": 1e-5, "weight_decay": 0.0}
 
 
+def _check_path(name: str) -> str:
+    if not is_path(name):
+        raise ValueError(f"{name!r} is not a dotted path. Write it in full, such as {_ADAMW}")
+    return name
+
+
+def _check_group(name: str) -> str:
+    if not name.replace("-", "").isidentifier() or name == REST:
+        raise ValueError(f"{name!r} cannot name a group: use letters, digits, `_` and `-`, and not {REST!r}")
+    return name
+
+
+REST = "rest"
+"""Name in metrics of the parameters that are in no group of an optimizer."""
+_OptimizerName = Annotated[str, AfterValidator(_check_path)]
+
+
+class OptimizerGroupConfig(Section):
+    """Parameters with an optimizer, or arguments, of their own."""
+
+    params: str | list[str] | None = None
+    """Names of parameters, or glob patterns such as `*.q_proj.weight`. By default, the matrices of layers that no other group
+    names: weights with two axes, without embeddings, output layers and what is not in a list of layers."""
+    name: _OptimizerName | None = None
+    """Dotted name of the optimizer class; by default that of `optimizer`, with its `kwargs` where this group sets none."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the optimizer."""
+
+
 class OptimizerConfig(Section):
     """Optimizer class and its arguments."""
 
-    name: str = _ADAMW
+    name: _OptimizerName = _ADAMW
     """Dotted name of any class that takes parameters and keyword arguments."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: dict(_ADAMW_DEFAULTS))
     """Keyword arguments of the optimizer. The default optimizer keeps the defaults shown here for arguments that are not given;
     others use their own defaults."""
+    groups: dict[Annotated[str, AfterValidator(_check_group)], OptimizerGroupConfig] = Field(default_factory=dict)
+    """Parameters that are updated differently, by a name for the metric `lr/<name>`; `name` and `kwargs` are for all others."""
 
-    @field_validator("name")
-    @classmethod
-    def _is_a_path(cls, name: str) -> str:
-        if not is_path(name):
-            raise ValueError(f"{name!r} is not a dotted path. Write it in full, such as {_ADAMW}")
-        return name
+    def of_group(self, name: str) -> OptimizerConfig:
+        """The optimizer of a group, with the arguments that it is created with."""
+        group = self.groups[name]
+        if group.name is None:
+            return OptimizerConfig(name=self.name, kwargs={**self.kwargs, **group.kwargs})
+        return OptimizerConfig(name=group.name, kwargs=group.kwargs)
 
     @model_validator(mode="before")
     @classmethod

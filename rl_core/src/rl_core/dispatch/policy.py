@@ -246,7 +246,8 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         trained = int(self.facts.get("num_trained_parameters", whole))
         # Adapters are float32 for a base of any type, and the base is not saved.
         width = 2 if self.config.dtype_name == "bfloat16" and trained == whole else 4
-        moments = 2 if self.config.optimizer.name.rpartition(".")[2].startswith("Adam") else 0
+        names = {self.config.optimizer.name, *(group.name for group in self.config.optimizer.groups.values() if group.name)}
+        moments = 2 if all(name.rpartition(".")[2].startswith("Adam") for name in names) else 0
         float32_copies = 1 if width == 2 else 0
         return trained * (width + (4 * (moments + float32_copies) if optimizer else 0))
 

@@ -340,6 +340,7 @@ class TrainingRows:
             "loss": sum(losses) / len(losses),
             "grad_norm": sum(step[0].grad_norm for step in steps) / len(steps),
             "lr": steps[-1][0].lr,
+            "group_lrs": dict(steps[-1][0].group_lrs),
             "num_optimizer_steps": len(steps),
             "global_valid_seqs": sum(count.valid_seqs for count in self.counts),
             "global_valid_toks": sum(count.valid_toks for count in self.counts),

@@ -80,7 +80,8 @@ class TrainableInterface(ABC):
             `loss` (mean over the optimizer steps), `grad_norm`, `lr`, `num_optimizer_steps`, `global_valid_seqs`,
             `global_valid_toks`, `skipped_valid_toks` (those of `global_valid_toks` that were not computed, because their rows
             have no gradient; see `LossFunction.rows_with_gradient`), `metrics`: the loss's own, reduced over microbatches,
-            ranks and steps, and optionally `computed_lengths`: the number of tokens of each row that was computed.
+            ranks and steps, and optionally `computed_lengths`: the number of tokens of each row that was computed, and
+            `group_lrs`: the learning rates of optimizer groups by name, with `lr` the highest.
 
         Raises:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are unchanged by that step.

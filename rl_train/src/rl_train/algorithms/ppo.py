@@ -150,7 +150,9 @@ def critic_rows(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 def critic_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of the critic's training call, as `value/grad_norm` and so on."""
-    return {f"value/{name}": result[name] for name in ("grad_norm", "lr", "num_optimizer_steps")} | dict(result["metrics"])
+    groups = {f"value/lr/{name}": lr for name, lr in result.get("group_lrs", {}).items()}
+    own = {f"value/{name}": result[name] for name in ("grad_norm", "lr", "num_optimizer_steps")}
+    return own | groups | dict(result["metrics"])
 
 
 def state_values(values: torch.Tensor) -> torch.Tensor:

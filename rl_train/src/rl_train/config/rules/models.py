@@ -151,8 +151,14 @@ def _rows_that_stay_together(run: RunConfig, model: str) -> int:
 @rule(*(f"{name}.optimizer" for name in MODELS), applies_to=TRAINING, each=each_model)
 def optimizer_can_be_created(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
     """The optimizer of a trained model exists, and its arguments have values that it accepts."""
-    if not model.frozen:
-        yield from _optimizer_problems(model.optimizer, (name, "optimizer"))
+    if model.frozen:
+        return
+    yield from _optimizer_problems(model.optimizer, (name, "optimizer"))
+    for group, section in model.optimizer.groups.items():
+        own = OptimizerConfig(name=section.name or model.optimizer.name).model_copy(update={"kwargs": section.kwargs})
+        yield from _optimizer_problems(own, (name, "optimizer", "groups", group))
+        if section.name is None and not section.kwargs:
+            yield Problem((name, "optimizer", "groups", group), "has no effect: set its `name` or `kwargs`, or remove it.")
 
 
 @rule(*(f"{name}.scheduler" for name in MODELS), applies_to=TRAINING, each=each_model)
@@ -177,7 +183,8 @@ def allowed_argument(path: KeyPath) -> str | None:
     """The allowed values of an argument of an optimizer or schedule; None for other keys and for unknown arguments."""
     if len(path) < 3 or path[-2] != "kwargs":
         return None
-    check = {"optimizer": _OPTIMIZER_VALUES, "scheduler": _SCHEDULE_VALUES}.get(str(path[-3]), {}).get(str(path[-1]))
+    section = "optimizer" if path[-4:-2] == ("optimizer", "groups") else str(path[-3])
+    check = {"optimizer": _OPTIMIZER_VALUES, "scheduler": _SCHEDULE_VALUES}.get(section, {}).get(str(path[-1]))
     return None if check is None else check[1]
 
 

@@ -19,7 +19,7 @@ _KEY: Final[KeyPath] = ("checkpointing", "metric_name")
 _STOP: Final[KeyPath] = ("stop", "metric_name")
 
 METRICS: Final = {
-    "all runs": "loss loss/policy loss/nll loss/preference loss/sft loss/centring grad_norm lr num_optimizer_steps "
+    "all runs": "loss loss/policy loss/nll loss/preference loss/sft loss/centring grad_norm lr lr/* num_optimizer_steps "
     "tokens/trained tokens/all tokens/skipped tokens_per_s tflops_per_s mfu time/*_s memory/*_gib data/bad_rows "
     "data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
     "rollouts": "reward/mean reward/std reward/group_std reward/shaped reward/overlong reward/clipped_frac "
@@ -41,7 +41,7 @@ METRICS: Final = {
     "a teacher": "distillation/kl_forward distillation/kl_reverse distillation/kl_sampled distillation/topk_mass_teacher "
     "distillation/topk_mass_student distillation/argmax_agreement",
     "a value model": "loss/value value/explained_variance value/mean value/return_mean value/clipped_frac value/grad_norm "
-    "value/lr value/num_optimizer_steps",
+    "value/lr value/lr/* value/num_optimizer_steps",
 }
 """Names and patterns of the metrics of training, by what a run needs to write them."""
 VALIDATION: Final = {
