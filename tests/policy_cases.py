@@ -14,6 +14,12 @@ from rl_core.interfaces.worker_context import WorkerContext
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1e4}}
 """A step so large that the change of a weight is its gradient to seven digits."""
 
+WITH_MUON = {
+    "kwargs": {"lr": 1e-2},
+    "groups": {"matrices": {"name": "torch.optim.Muon", "kwargs": {"lr": 0.02, "weight_decay": 0.1}}},
+}
+"""Muon for the matrices of layers, and AdamW for all other parameters."""
+
 TINY_SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -3,13 +3,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from policy_cases import WITH_MUON
 from rank_processes import RankProgram
 
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.rendezvous.interfaces import free_port
 
 MODES = ("replicate", "fsdp2")
-WORKERS = 2 * (3 * 3 + 2 + 2)
+WORKERS = 2 * (3 * 3 + 2 + 2 + 1)
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -145,3 +146,31 @@ def test_shards_are_halves_and_full_tensors_are_exported(ranks, precision):
     assert not halves[1]["fingerprint"]
     assert "cannot sample" in halves[0]["generates"]
     assert whole[0]["generates"] == "yes"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_muon_orthogonalizes_whole_matrices_on_each_rank(parts, model_folder, ranks, mode):
+    found, (_, other) = read(ranks, f"{mode}-muon")[0], read(ranks, f"{mode}-muon")
+    matrices = {name for name in found["after"] if name.endswith("proj.weight")}
+    assert found["momentum"].keys() == matrices
+    plain = {name: torch.nn.Parameter(each.clone()) for name, each in found["steps"][0]["before"].items()}
+    muon = torch.optim.Muon([plain[name] for name in sorted(matrices)], lr=0.02, weight_decay=0.1)
+    others = torch.optim.AdamW([plain[name] for name in sorted(plain.keys() - matrices)], lr=1e-2, weight_decay=0.0, fused=True)
+    for step in found["steps"]:
+        for name, each in plain.items():
+            each.grad = step["gradients"][name].clone()
+        muon.step()
+        others.step()
+    # The same operations on the same whole matrices, so the same bits; a shard that was orthogonalized alone would differ.
+    for name, each in plain.items():
+        assert torch.equal(each, found["after"][name]), name
+        assert torch.equal(each, other["after"][name]), name
+    elements = sum(each.numel() for each in found["momentum"].values())
+    assert found["held"] == (elements // 2 if mode == "fsdp2" else elements)
+    alone = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("qwen3"), optimizer=WITH_MUON))
+    alone.setup()
+    alone.load_checkpoint(ranks[0] / f"muon-{mode}" / "w", ranks[0] / f"muon-{mode}" / "o")
+    for name, each in alone.state.masters.parameters.items():
+        assert torch.equal(each, plain[name])
+        if name in matrices:
+            assert torch.equal(alone.state.optimizer.state[each]["momentum_buffer"], found["momentum"][name])

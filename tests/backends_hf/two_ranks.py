@@ -15,8 +15,10 @@ import torch
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from conftest import NLL, SGD, counts_of, make_config, make_context, make_prompt_rows, make_rows
+from policy_cases import WITH_MUON
 from rank_processes import fork_ranks
 
+from rl_backends_base.shards import local, whole
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError, NotSupportedError
 
@@ -129,6 +131,37 @@ class Rank:
             )
             worker.shutdown()
 
+    def muon(self) -> None:
+        """Two steps with Muon for matrices, whole weights before and after each, and the whole gradients of the steps."""
+        worker = self.worker("qwen3", optimizer=WITH_MUON, max_grad_norm=0.5, train_micro_batch_size=3)
+        masters, rows = worker.state.masters, make_rows()
+        steps: list[dict[str, dict[str, torch.Tensor]]] = []
+
+        def record(*_: object) -> None:
+            gradients = {name: whole(each).clone() for name, each in masters.gradients().items()}
+            steps.append({"before": weights(), "gradients": gradients})
+
+        def weights() -> dict[str, torch.Tensor]:
+            return {name: whole(each.detach()).clone() for name, each in masters.parameters.items()}
+
+        worker.state.optimizer.register_step_pre_hook(record)
+        for _ in range(2):
+            worker.train(rows.shard_by_batch_size(2)[self.rank], NLL(), counts=counts_of(rows))
+        worker.save_checkpoint(self.out / f"muon-{self.mode}" / "w", self.out / f"muon-{self.mode}" / "o")
+        momentum = {
+            name: worker.state.optimizer.state[each]["momentum_buffer"]
+            for name, each in masters.parameters.items()
+            if "momentum_buffer" in worker.state.optimizer.state[each]
+        }
+        found = {
+            "steps": steps,
+            "after": weights(),
+            "momentum": {name: whole(each).clone() for name, each in momentum.items()},
+            "held": sum(local(each).numel() for each in momentum.values()),
+        }
+        torch.save(found, self.out / f"{self.mode}-muon-{self.rank}.pt")
+        worker.shutdown()
+
     def generates(self, worker: HFPolicyWorker, shard) -> str:
         """The result of sampling from the policy itself."""
         try:
@@ -146,6 +179,7 @@ def work(rank: int) -> None:
         me.gradients()
         me.shared_prefix()
         me.checkpoint()
+        me.muon()
 
 
 if __name__ == "__main__":

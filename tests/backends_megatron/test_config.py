@@ -34,6 +34,8 @@ def policy(optimizer=None, **megatron):
             "only the state of Adam",
         ),
         ({"optimizer": {"name": "torch.optim.Adagrad"}}, "has its own optimizers"),
+        ({"optimizer": {"name": "torch.optim.Muon"}}, "optimizer.name 'torch.optim.Muon' is not supported"),
+        ({"optimizer": {"groups": {"m": {"name": "torch.optim.Muon"}}}}, r"optimizer.groups \(m\) is not supported"),
         ({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"amsgrad": True}}}, "optimizer.kwargs.amsgrad"),
     ],
 )

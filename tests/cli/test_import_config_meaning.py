@@ -130,6 +130,18 @@ def test_a_megatron_config_keeps_its_parallelism_and_its_optimizer(nemo_rl, tmp_
     assert refused == {"grpo.invented_by_a_fork", f"{at}.freeze_moe_router", f"{at}.scheduler.lr_warmup_init"}
 
 
+def test_muon_of_megatron_is_unsupported_with_the_keys_to_set_instead(nemo_rl, tmp_path):
+    section = "{optimizer: dist_muon, muon_momentum: 0.95, adam_beta1: 0.9}"
+    (tmp_path / "theirs.yaml").write_text(
+        f"defaults: {nemo_rl / 'megatron.yaml'}\npolicy: {{megatron_cfg: {{optimizer: {section}}}}}\n"
+    )
+    lines = {line.key: line for line in import_config(tmp_path / "theirs.yaml").lines}
+    for key in ("optimizer", "muon_momentum"):
+        line = lines[f"policy.megatron_cfg.optimizer.{key}"]
+        assert (line.outcome, line.reason) == ("unsupported", "Muon needs policy.backend hf and policy.optimizer.groups")
+    assert lines["policy.megatron_cfg.optimizer.adam_beta1"].outcome == "redundant"
+
+
 def test_the_defaults_of_ppo_are_written_out(tmp_path):
     (tmp_path / "theirs.yaml").write_text("ppo: {seed: 1}\npolicy: {model_name: acme/small}\n")
     imported = import_config(tmp_path / "theirs.yaml")

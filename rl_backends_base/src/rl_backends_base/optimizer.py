@@ -93,7 +93,8 @@ def parameters_by_group(parameters: Mapping[str, nn.Parameter], config: Optimize
             key = f"policy.optimizer.groups.{group}.params"
             matches = [name for name in parameters if fnmatchcase(name, pattern)]
             if not matches:
-                meant = did_you_mean(pattern, [*parameters, *{name.split(".")[-2] for name in parameters if "." in name}])
+                is_part = any(pattern in name for name in parameters)
+                meant = f" Did you mean '*{pattern}*'?" if is_part else did_you_mean(pattern, list(parameters))
                 raise UserError(
                     f"`{key}`: {pattern!r} matches no trained parameter.{meant} Patterns match whole names, such as "
                     f"{_some(parameters)}.",
@@ -162,8 +163,8 @@ def _check_matrices(parameters: Mapping[str, nn.Parameter], *, key: str) -> None
     if others:
         raise UserError(
             f"`{key}`: Muon updates matrices, but these parameters do not have two axes: {_some(others)}. Leave them to "
-            "another optimizer: `policy.optimizer.groups: {matrices: {name: torch.optim.Muon}}` updates the matrices of layers with "
-            "Muon, and all other parameters with `policy.optimizer.name`.",
+            "another optimizer: `policy.optimizer.groups: {matrices: {name: torch.optim.Muon}}` updates the matrices of layers "
+            "with Muon, and all other parameters with `policy.optimizer.name`.",
             key=key,
         )
 

@@ -34,6 +34,17 @@ OPTIMIZER = {
     "{kwargs: {weight_decai: 0.1}}": "policy.optimizer.kwargs.weight_decai: torch.optim.AdamW has no argument 'weight_decai'. "
     "Did you mean 'weight_decay'? Its arguments are: lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, "
     "differentiable, fused, decay_matrices_only.",
+    "{groups: {m: {name: torch.optim.Muom}}}": "policy.optimizer.groups.m.name: torch.optim.Muom cannot be imported: "
+    "torch.optim has no 'Muom'. Did you mean 'Muon'?",
+    "{groups: {m: {name: torch.optim.Muon, kwargs: {betas: [0.9, 0.9]}}}}": "policy.optimizer.groups.m.kwargs.betas: "
+    "torch.optim.Muon has no argument 'betas'. Its arguments are: lr, weight_decay, momentum, nesterov, ns_coefficients, eps, "
+    "ns_steps, adjust_lr_fn, decay_matrices_only.",
+    "{groups: {m: {params: '*.q_proj.*', kwargs: {lr: -1}}}}": "policy.optimizer.groups.m.kwargs.lr: must be a number, 0 or "
+    "more; found -1.",
+    "{groups: {m: {params: '*.q_proj.*'}}}": "policy.optimizer.groups.m: has no effect: set its `name` or `kwargs`, or "
+    "remove it.",
+    "{groups: {rest: {name: torch.optim.Muon}}}": "policy.optimizer.groups.rest: 'rest' cannot name a group: use letters, "
+    "digits, `_` and `-`, and not 'rest'.",
 }
 SCHEDULER = {
     "{name: cosin}": "policy.scheduler.name: unknown schedule 'cosin'. Did you mean 'cosine'? Use constant, cosine, "
@@ -70,6 +81,7 @@ def test_an_invalid_optimizer_or_schedule_is_reported_with_its_line(files, good,
         "{kwargs: {lr: 0, betas: [0.9, 0.95], decay_matrices_only: true}}",
         "{name: transformers.Adafactor, kwargs: {scale_parameter: false}}",
         "{name: torch.optim.Adafactor, kwargs: {eps: [null, 0.001]}}",
+        "{groups: {matrices: {name: torch.optim.Muon, kwargs: {lr: 0.02}}, embed: {params: ['*embed*'], kwargs: {lr: 0}}}}",
     ],
 )
 def test_an_optimizer_that_works_is_accepted(files, good, optimizer):

@@ -158,3 +158,38 @@ def test_a_run_ended_by_epochs_resumes_with_its_schedule(config_of):
     again = train(path, console=False)
     assert (again.folder, again.resumed_from) == (whole.folder, 2)
     assert [step["lr"] for step in steps_of(again.folder)] == [step["lr"] for step in before]
+
+
+def test_groups_of_policy_and_critic_follow_their_schedules_with_metrics_of_their_own(config_of):
+    def with_groups(section):
+        groups = {"matrices": {"name": "torch.optim.Muon", "kwargs": {"lr": 100 * LR}}}
+        return {**section, "optimizer": {"kwargs": {"lr": LR}, "groups": groups}}
+
+    ppo = {**RUNS["ppo"], "policy": with_groups(RUNS["ppo"]["policy"]), "value": with_groups(RUNS["ppo"]["value"])}
+    steps = steps_of(train(config_of(ppo), console=False).folder)
+    for prefix in ("lr", "value/lr"):
+        written = [step for step in steps if prefix in step]
+        assert len(written) > 1
+        for step in written:
+            assert step[f"{prefix}/matrices"] == pytest.approx(100 * step[f"{prefix}/rest"])
+            assert step[prefix] == step[f"{prefix}/matrices"]
+    assert "value/lr/rest" in steps[0]
+    assert "lr/rest" not in steps[0]  # the critic warms up alone
+
+
+def test_sft_with_muon_learns_and_resumes_bit_for_bit(config_of):
+    groups = {"matrices": {"name": "torch.optim.Muon", "kwargs": {"lr": 0.01, "weight_decay": 0.0}}}
+    policy = {**MODEL_SECTION, "optimizer": {"kwargs": {"lr": 1.0e-3}, "groups": groups}}
+    sft = {
+        "sft": {"max_num_steps": 16, "global_batch_size": 32},
+        "policy": policy,
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 600, "with_response": True}},
+        "checkpointing": {"save_period": 8},
+    }
+    folder = train(config_of(sft), console=False).folder
+    before = steps_of(folder)
+    assert sum(step["loss"] for step in before[-4:]) < 0.7 * sum(step["loss"] for step in before[:4])
+    shutil.rmtree(folder / "checkpoints" / "step_000016")
+    again = steps_of(train(config_of(sft), console=False).folder)
+    for name in ("loss", "grad_norm", "lr", "lr/matrices", "lr/rest"):
+        assert [step[name] for step in again] == [step[name] for step in before], name

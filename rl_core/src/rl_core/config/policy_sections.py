@@ -69,7 +69,7 @@ _OptimizerName = Annotated[str, AfterValidator(_check_path)]
 class OptimizerGroupConfig(Section):
     """Parameters with an optimizer, or arguments, of their own."""
 
-    params: str | list[str] | None = None
+    params: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Names of parameters, or glob patterns such as `*.q_proj.weight`. By default, the matrices of layers that no other group
     names: weights with two axes, without embeddings, output layers and what is not in a list of layers."""
     name: _OptimizerName | None = None
