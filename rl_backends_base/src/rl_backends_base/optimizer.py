@@ -201,7 +201,7 @@ class GatheredMuon(torch.optim.Muon):
 
     The orthogonalization of a shard is not a shard of that of the matrix. Each rank gathers one matrix at a time with its
     gradient and momentum, takes the step of `torch.optim.Muon` with it, and keeps its shard. Each step thus equals that of one
-    rank with the same gradient bit for bit, and takes as long. Of the state, each rank has its shards.
+    rank with the same gradient bit for bit, and takes as long. The state is sharded like the weights.
     """
 
     @torch.no_grad()

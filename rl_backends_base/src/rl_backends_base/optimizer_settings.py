@@ -125,7 +125,7 @@ class OptimizerSettings:
                 self.scheduler.step()
 
     def _check_ratios(self, scheduler: SchedulerConfig) -> None:
-        """Raise UserError if the schedule has replaced learning rates of groups by one of its own."""
+        """Raise UserError if the schedule has replaced the learning rates of groups by a single one."""
         groups = self.optimizer.param_groups
         scales = {float(old["lr"]): float(new["initial_lr"]) for old, new in zip(self._initial, groups, strict=True)}
         if any(not math.isclose(a * scales[b], b * scales[a], rel_tol=1e-6) for a in scales for b in scales):

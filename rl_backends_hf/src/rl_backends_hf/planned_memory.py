@@ -300,8 +300,8 @@ def _state_bytes(optimizer: OptimizerConfig) -> float:
 def _orthogonalized(config: HFPolicyConfig, *, sharded: bool) -> dict[str, int]:
     """Temporary bytes of Muon for its largest matrix; none without Muon.
 
-    They are the float32 update, and in bfloat16 two matrices of its shape and two Gram matrices. Of a sharded matrix, the whole
-    weight, gradient and momentum are gathered in float32.
+    They are the float32 update, and in bfloat16 two matrices of its shape and two Gram matrices. The whole weight,
+    gradient and momentum of a sharded matrix are gathered in float32.
     """
     shapes = [shape for optimizer, shapes in _optimizers(config) if optimizer.name == _MUON for shape in shapes]
     gathered = 12 if sharded and config.hf_cfg.lora is None else 0

@@ -160,7 +160,7 @@ def test_a_run_ended_by_epochs_resumes_with_its_schedule(config_of):
     assert [step["lr"] for step in steps_of(again.folder)] == [step["lr"] for step in before]
 
 
-def test_groups_of_policy_and_critic_follow_their_schedules_with_metrics_of_their_own(config_of):
+def test_optimizer_groups_of_policy_and_critic_follow_their_schedules_and_have_metrics(config_of):
     def with_groups(section):
         groups = {"matrices": {"name": "torch.optim.Muon", "kwargs": {"lr": 100 * LR}}}
         return {**section, "optimizer": {"kwargs": {"lr": LR}, "groups": groups}}

@@ -67,7 +67,7 @@ _OptimizerName = Annotated[str, AfterValidator(_check_path)]
 
 
 class OptimizerGroupConfig(Section):
-    """Parameters with an optimizer, or arguments, of their own."""
+    """Parameters with another optimizer, or other arguments, than the rest."""
 
     params: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Names of parameters, or glob patterns such as `*.q_proj.weight`. By default, the matrices of layers that no other group
@@ -92,9 +92,8 @@ class OptimizerConfig(Section):
     def of_group(self, name: str) -> OptimizerConfig:
         """The optimizer of a group, with the arguments that it is created with."""
         group = self.groups[name]
-        if group.name is None:
-            return OptimizerConfig(name=self.name, kwargs={**self.kwargs, **group.kwargs})
-        return OptimizerConfig(name=group.name, kwargs=group.kwargs)
+        inherited = self.kwargs if group.name is None else {}
+        return OptimizerConfig(name=group.name or self.name, kwargs={**inherited, **group.kwargs})
 
     @model_validator(mode="before")
     @classmethod

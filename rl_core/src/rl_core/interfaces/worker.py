@@ -43,10 +43,10 @@ class StepResult:
     """Global gradient norm before clipping, the same on every rank; 0.0 in eval mode."""
     lr: float
     """Learning rate of the step; the highest if there are several."""
-    group_lrs: Mapping[str, float] = field(default_factory=dict)
-    """Learning rates by optimizer group, if there are groups."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """This rank's shares of the loss's metrics, already reduced over its microbatches."""
+    group_lrs: Mapping[str, float] = field(default_factory=dict)
+    """Learning rates by optimizer group, if there are groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
