@@ -290,7 +290,7 @@ def _loader(
         batch_size=batch_size,
         shuffle=shuffle,
         seed=run.algorithm.seed,
-        drop_last=shuffle and not is_trained,
+        drop_last=shuffle and not is_trained and run.data.sampler is None,  # a sampler draws any number of rows
         collate=list,
         mixture=mixture,
         fingerprint=_fingerprint(source),

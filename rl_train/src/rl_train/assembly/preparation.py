@@ -42,9 +42,11 @@ from rl_train.config.rules.components import validates
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.config.slots import ConfigLayout
 from rl_train.config.values import leaves_by_path
+from rl_train.data.curricula import make_sampled_prompts
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.images import ImageReader
 from rl_train.data.processors import load_policy_tokenizer
+from rl_train.data.prompt_sampler import SampledPrompts
 from rl_train.data.unknown_tokens import refuse_tokens_without_rows, unknown_fraction
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches, UnpairedBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
@@ -95,6 +97,7 @@ class DataLoaders:
         trains: bool = True,
     ) -> None:
         self.prompts: BatchedDataLoader | None = None
+        self.sampled: SampledPrompts | None = None
         self.validation_prompts: dict[str, BatchedDataLoader] = {}
         self.batches: TrainingBatches | None = None
         self.answers: TrainingBatches | None = None
@@ -113,6 +116,9 @@ class DataLoaders:
                     self.validation_batches[name] = answers(source, batch_size=val_size, shuffle=False)
         if needs.rollouts is not None and train is not None:
             self.prompts = prompts(train, batch_size=needs.rollouts.prompts_per_draw, shuffle=config.data.shuffle)
+            if config.data.sampler is not None:
+                stale = config.rollout.max_staleness
+                self.sampled = make_sampled_prompts(config.data.sampler, self.prompts, max_staleness=stale)
             if needs.rollouts.sampled_fraction < 1.0:
                 self.answers = answers(train, batch_size=needs.rollouts.rows_per_draw, shuffle=config.data.shuffle)
         if needs.records is not None and train is not None:

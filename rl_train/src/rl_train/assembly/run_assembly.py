@@ -50,7 +50,6 @@ from rl_train.config.schedules import schedule_lengths
 from rl_train.config.schema import RunConfig, parse_duration
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
-from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.messages import DatumSpec, images_of
 from rl_train.metrics.logger import make_loggers
 from rl_train.metrics.measured import ModelFlops, PeakMemory, peak_tflops
@@ -255,7 +254,7 @@ def _rollout_source(run: Run, collector: Collector | None, loaders: DataLoaders,
         reward_weights = {task: section.reward_weights for task, section in config.env.items()}
         sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=reward_weights)
     elif collector is not None:
-        sampled = _scheduled_source(run, needs, collector, loaders.prompts, samples)
+        sampled = _scheduled_source(run, needs, collector, loaders, samples)
     else:
         return None
     if loaders.answers is None:
@@ -264,14 +263,15 @@ def _rollout_source(run: Run, collector: Collector | None, loaders: DataLoaders,
 
 
 def _scheduled_source(
-    run: Run, needs: RolloutNeeds, collector: Collector, data: BatchedDataLoader, samples: SampledSteps
+    run: Run, needs: RolloutNeeds, collector: Collector, loaders: DataLoaders, samples: SampledSteps
 ) -> ScheduledSource:
     config, weights, policy = run.config, run.weights, run.policy
     assert isinstance(weights, WeightSynchronizer)
+    assert loaders.prompts is not None
     prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
     return ScheduledSource(
         collector,
-        data,
+        loaders.prompts,
         schedule=Schedule(
             max_staleness=config.rollout.max_staleness,
             ahead=config.rollout.batches_ahead,
@@ -284,6 +284,7 @@ def _scheduled_source(
         reward_names={task: section.reward_names for task, section in config.env.items()},
         min_scored=config.rollout.min_scored_of(needs.samples_per_prompt),
         max_failed_share=config.rollout.max_failed_share,
+        sampled=loaders.sampled,
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import DatasetConfig
 from rl_core.config.section import INPUT_PATH, NAME_OR_PATH, Section
-from rl_core.plugins.component import Kind
-from rl_train.config.slots import sections_at, slots_of
+from rl_core.plugins.component import Kind, did_you_mean, is_path
+from rl_train.config.slots import sections_at, slots_of, static_attribute
 
 DatasetT = TypeVar("DatasetT", bound=DatasetConfig)
 
@@ -52,6 +53,101 @@ class ImagesConfig(Section):
     again."""
 
 
+_OF_SAMPLER = {
+    "pass_rate_band": ("low", "high", "exploration", "new_weight"),
+    "task_mix": ("temperature", "min_share", "new_weight"),
+    "stages": ("key", "bounds", "at_steps", "at_reward", "window"),
+}
+"""The settings of each registered prompt sampler."""
+
+
+class SamplerConfig(Section):
+    """Which prompts are drawn next (`data.sampler`), instead of shuffled epochs. Only for algorithms that sample."""
+
+    name: str
+    """Prompt sampler. `pass_rate_band`: prefers prompts whose mean reward lies within a band; `task_mix`: mixes tasks by the
+    spread of their rewards; `stages`: adds longer or more difficult prompts stage by stage; or the dotted path of a
+    `PromptSampler`."""
+    delay: int | None = Field(default=None, ge=0)
+    """Before the draws for step s, the sampler sees the rewards of the prompts of steps up to s - 1 - delay. At least
+    `rollout.max_staleness`, which is the default. With the same delay, synchronous and asynchronous runs with the same rewards
+    draw the same prompts."""
+    low: float = 0.2
+    """For `pass_rate_band`: lower end of the band, as a mean reward."""
+    high: float = 0.8
+    """For `pass_rate_band`: upper end of the band. Both ends belong to it."""
+    exploration: float = Field(default=0.25, ge=0.0, le=1.0)
+    """For `pass_rate_band`: share of the draws that are for prompts that were never drawn, or that are outside the band."""
+    new_weight: float | None = Field(default=None, gt=0.0, le=1.0)
+    """For `pass_rate_band` and `task_mix`: weight of the newest group in the running mean of a prompt's reward or of a task's
+    spread. By default 0.5 for the first and 0.05 for the second."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """For `task_mix`: shares of tasks are proportional to their spread to the power of 1 / temperature."""
+    min_share: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """For `task_mix`: smallest share of a task."""
+    key: str | None = None
+    """For `stages`: the field of a row's metadata (`env_keys` of the dataset) that decides its stage. By default, the number of
+    characters of the prompt."""
+    bounds: list[float] = Field(default_factory=list)
+    """For `stages`: the largest value of each stage but the last, which has all rows."""
+    at_steps: list[int] = Field(default_factory=list)
+    """For `stages`: the first step of each stage but the first. Set this or `at_reward`."""
+    at_reward: float | None = None
+    """For `stages`: the next stage begins when the mean reward of the last `window` groups of a stage reaches this value."""
+    window: int = Field(default=64, ge=1)
+    """For `stages` with `at_reward`: number of groups."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a sampler given by its path."""
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether the sampler needs rewards; that of a path is read from its source."""
+        if is_path(self.name):
+            return static_attribute(self.name, "uses_rewards") is not False
+        return self.name != "stages" or self.at_reward is not None
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if not is_path(name) and name not in _OF_SAMPLER:
+            suggestion = did_you_mean(name, list(_OF_SAMPLER)).rstrip()
+            raise ValueError(f"unknown prompt sampler {name!r}: use {', '.join(_OF_SAMPLER)} or a dotted path.{suggestion}")
+        return name
+
+    @model_validator(mode="after")
+    def _only_its_own_keys(self) -> SamplerConfig:
+        used = {"name", "delay", *_OF_SAMPLER.get(self.name, ("kwargs",))}
+        for key, field in type(self).model_fields.items():
+            if key not in used and getattr(self, key) != field.get_default(call_default_factory=True):
+                raise ValueError(f"sampler {self.name!r} does not use {key}: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_band(self) -> SamplerConfig:
+        if self.low >= self.high:
+            raise ValueError(f"the band from low ({self.low:g}) to high ({self.high:g}) is empty: low must be below high")
+        return self
+
+    @model_validator(mode="after")
+    def _has_stages(self) -> SamplerConfig:
+        if self.name != "stages":
+            return self
+        if not self.bounds:
+            raise ValueError("stages needs bounds, the largest value of each stage but the last, such as [2, 4]")
+        if any(later <= earlier for earlier, later in pairwise(self.bounds)):
+            raise ValueError(f"bounds is {self.bounds}: each must be larger than the one before")
+        if bool(self.at_steps) == (self.at_reward is not None):
+            raise ValueError("stages end at_steps or at_reward: set one of them")
+        if self.at_steps and len(self.at_steps) != len(self.bounds):
+            raise ValueError(f"at_steps has {len(self.at_steps)} steps, but there are {len(self.bounds)} bounds: one for each")
+        if any(later <= earlier for earlier, later in pairwise([1, *self.at_steps])):
+            raise ValueError(f"at_steps is {self.at_steps}: they must be above 1, and each larger than the one before")
+        default = type(self).model_fields["window"].default
+        if self.at_steps and self.window != default:
+            raise ValueError("window has no effect with at_steps: remove it")
+        return self
+
+
 class DataConfig(Section):
     """Training and validation data (`data`)."""
 
@@ -87,6 +183,8 @@ class DataConfig(Section):
     """Whether to shuffle the training data each epoch."""
     images: ImagesConfig = Field(default_factory=ImagesConfig)
     """Limits of images in rows."""
+    sampler: SamplerConfig | None = None
+    """Which prompts are drawn next, depending on their rewards, instead of shuffled epochs."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
@@ -105,6 +203,8 @@ class DataConfig(Section):
                 raise ValueError(f"{key}.weight has no effect: weights apply only to the datasets of mix")
             if section.val_period is not None and not key.startswith("validation_sets."):
                 raise ValueError(f"{key}.val_period has no effect: it applies only to the datasets of validation_sets")
+            if section.weight is not None and self.sampler is not None and self.sampler.name in ("task_mix", "stages"):
+                raise ValueError(f"{key}.weight has no effect: the sampler {self.sampler.name} decides how rows are mixed")
         return self
 
     @model_validator(mode="after")

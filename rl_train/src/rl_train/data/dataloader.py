@@ -134,7 +134,7 @@ class BatchedDataLoader:
         found = []
         for ordinal in ordinals:
             epoch, position = divmod(ordinal, len(self.dataset))
-            found.append(self.dataset[self._order(epoch)[position]])
+            found.append(self.dataset[self.order(epoch)[position]])
         return self.collate(found)
 
     def _advance(self, most: int, end: int) -> range:
@@ -193,9 +193,10 @@ class BatchedDataLoader:
 
     def next_rows(self, count: int) -> Sequence[int]:
         """The numbers of the next `count` rows, or of the rest of the epoch."""
-        return self._order(self._epoch)[self._cursor : self._cursor + count]
+        return self.order(self._epoch)[self._cursor : self._cursor + count]
 
-    def _order(self, epoch: int) -> Sequence[int]:
+    def order(self, epoch: int) -> Sequence[int]:
+        """The row numbers of an epoch, from 0."""
         key = (self.seed, epoch)
         if key not in self._orders:
             self._orders = dict([*self._orders.items(), (key, self._new_order(epoch))][-_KEPT_ORDERS:])

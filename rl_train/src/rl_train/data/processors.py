@@ -356,15 +356,18 @@ class TokenizedRows(Sequence[Any]):
                 self._tokens_kept -= _tokens_of(self._kept.pop(next(iter(self._kept))))
         return row
 
+    def record(self, index: Any) -> dict[str, Any]:
+        """A record with its task, not tokenized."""
+        record = dict(record_of(self.records, index, name=self._name))
+        task = self._tasks.of_record(record.get("task_name"))
+        return record if task is None else {**record, "task_name": task}
+
     def _tokenized(self, index: Any) -> Any:
         try:
-            record = dict(record_of(self.records, index, name=self._name))
-            task = self._tasks.of_record(record.get("task_name"))
-            if task is not None:
-                record["task_name"] = task
+            record = self.record(index)
             datum = self._process(record, idx=int(index))
-            if datum.get("task_name") is None and task is not None:  # left out by the processor of a user
-                datum = {**datum, "task_name": task}
+            if datum.get("task_name") is None and record.get("task_name") is not None:  # left out by the processor of a user
+                datum = {**datum, "task_name": record["task_name"]}
             self._tasks.check(datum.get("task_name"))
             self._warn_of_control_tokens(record, int(index))
             self._warn_of_a_missing_end(datum)

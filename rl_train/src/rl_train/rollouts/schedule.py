@@ -82,6 +82,12 @@ class Schedule:
     def _demand(self, step: int) -> int:
         return self._size if step == self.weights_step else self.demand(step)
 
+    def steps_of_next(self, count: int) -> list[int]:
+        """The steps that would train the next `count` groups if groups were trained in the order in which they begin."""
+        slots = [step for step in range(self.next_step, self.weights_step + self.ahead + 1) for _ in range(self._demand(step))]
+        first = len(self._began)
+        return [slots[min(number, len(slots) - 1)] for number in range(first, first + count)]
+
     def limits(self) -> dict[str, Any]:
         """What determines how many groups may be alive before the next step."""
         demand = [self.demand(self.next_step + later) for later in range(self.max_staleness + 1)]

@@ -11,6 +11,7 @@ from typing import Any
 from rl_core.errors import CheckpointError, ConfigError, RLCoreError
 from rl_core.plugins.component import did_you_mean
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.prompt_sampler import SampledPrompts
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import FailureLimit, refuse_total_failure
 from rl_train.rollouts.records import (
@@ -46,6 +47,7 @@ class ScheduledSource(RolloutSource):
         reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
         min_scored: number of scored rows that a group needs.
         max_failed_share: see `rl_train.rollouts.environment_pool.FailureLimit`.
+        sampled: chooses among the prompts; None for their own order.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class ScheduledSource(RolloutSource):
         reward_names: Mapping[str, Collection[str]] | None = None,
         min_scored: int = 1,
         max_failed_share: float = 0.1,
+        sampled: SampledPrompts | None = None,
     ) -> None:
         self._collector = collector
-        self._prompts = prompts
+        self._prompts, self._sampled = prompts, sampled
         self._schedule = schedule
         self._group_size, self._min_scored = group_size, min_scored
         self._failures = FailureLimit(max_failed_share)
@@ -153,10 +156,15 @@ class ScheduledSource(RolloutSource):
             return
         count = self._schedule.space
         ordinals, self._again = self._again[:count], self._again[count:]
-        ordinals += self._prompts.draw(count - len(ordinals))
+        if self._sampled is None:
+            ordinals += self._prompts.draw(count - len(ordinals))
+        else:
+            steps = self._schedule.steps_of_next(count)[len(ordinals) :]
+            ordinals += self._sampled.draw(steps, alive=[*self._rows, *self._again, *ordinals])
         if not ordinals:
             return
-        rows = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
+        prompts = self._prompts if self._sampled is None else self._sampled
+        rows = start_rollouts(prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
         if not self._playing:
             self._collector.generation.prepare_for_generation()
         version = self._weight_version() if self._schedule.exact else None
@@ -207,6 +215,8 @@ class ScheduledSource(RolloutSource):
         if is_first and len(ordinals) > 1:
             refuse_total_failure(rows)
         for ordinal in ordinals:
+            if self._sampled is not None:
+                self._sampled.record(ordinal, [row.reward for row in self._rows[ordinal] if row.scored and row.reward_parts])
             if sum(row.scored for row in self._rows[ordinal]) < self._min_scored:
                 self._schedule.drop(ordinal)
                 self._replaced += self._rows.pop(ordinal)
@@ -237,6 +247,8 @@ class ScheduledSource(RolloutSource):
         metrics |= environment_metrics(sampled, self._collector.environments)
         metrics |= failure_metrics(sampled + replaced, replaced_groups=len(replaced) // self._group_size)
         metrics |= self._versions.staleness(batch, step) | counts
+        if self._sampled is not None:
+            metrics |= self._sampled.metrics()
         if (version := self._trained_version()) is not None:
             metrics |= staleness_metrics(batch, version)
         if self._schedule.exact:
@@ -254,7 +266,8 @@ class ScheduledSource(RolloutSource):
         """The position; groups that are in no batch yet and not in `save_files` begin again, with the resumed run's weights."""
         if self._schedule.exact:
             self.end_rollouts()
-        return {
+        sampled = {} if self._sampled is None else {"sampled": self._sampled.state_dict()}
+        return sampled | {
             "prompts": self._prompts.state_dict(),
             "again": sorted([*self._rows, *self._again]),
             "next_step": self._schedule.next_step,
@@ -266,6 +279,13 @@ class ScheduledSource(RolloutSource):
         if not state:
             raise CheckpointError("The checkpoint is of a run that replays another one. Resume it with --replay RUN.")
         self._prompts.load_state_dict(state["prompts"])
+        if self._sampled is not None:
+            self._sampled.load_state_dict(state.get("sampled"))
+        elif "sampled" in state:
+            raise CheckpointError(
+                f"The prompts of the checkpoint were drawn by the prompt sampler {state['sampled']['name']}. Set "
+                "data.sampler, or start a new run from its weights."
+            )
         self._again = list(state.get("again", state.get("put_back", ())))
         self._schedule.next_step = state.get("next_step", 1)
         self._versions.load_state_dict(state.get("versions", ()))

@@ -40,7 +40,7 @@ from rl_train.assembly.contracts import (
 )
 from rl_train.assembly.error_locations import problem_in_section
 from rl_train.assembly.rules.run_facts import RunFacts
-from rl_train.config.rules.components import each_component, each_section
+from rl_train.config.rules.components import each_component, each_section, sampler_problems
 from rl_train.config.rules.models import MODELS, each_engine, each_interpreter, each_model, models_of
 from rl_train.config.rules.rollouts import declares_own_weights, each_task, too_few_turns, unverified_weights
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, Stage, UnavailableError, Use, rule
@@ -235,6 +235,12 @@ def end_of_sequence_token_is_of_the_model(config: RunFacts) -> None:
     generation = config.run.policy.generation
     if generation is not None and (generation.model_name is None or config.missing_source(generation.model_name) is None):
         refuse_other_end_tokens(config.run)
+
+
+@rule("algorithm", "data.sampler", stage=Stage.DATA, applies_to=frozenset({Use.PYTHON}))
+def prompt_sampler_of_a_trainer_has_prompts_and_rewards(config: RunFacts) -> Iterator[Problem]:
+    """As `prompt_sampler_has_prompts_and_rewards`, for a Python trainer, whose data is passed when it trains."""
+    yield from sampler_problems(config.run)
 
 
 @rule("data", "policy", "algorithm", "env", stage=Stage.DATA, applies_to=TRAINING | {Use.EVAL})

@@ -9,6 +9,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import ComponentSection
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Capability, Component, Kind, Status, is_path, unmet_needs
+from rl_core.plugins.import_path import missing_target
 from rl_train.config.rules.models import MODELS, each_engine, each_model
 from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import LoggerConfig, RolloutConfig, RunConfig
@@ -96,6 +97,38 @@ def validation_has_data(config: CheckedConfig) -> Iterator[Problem]:
             (run.algorithm_name, setting),
             "enables validation, but there is no validation data: set data.validation or data.split, or disable validation.",
         )
+
+
+@rule("algorithm", "data.sampler", "env", "rollout.max_staleness", applies_to=TRAIN_ONLY)
+def prompt_sampler_has_prompts_and_rewards(config: CheckedConfig) -> Iterator[Problem]:
+    """A prompt sampler is only set for an algorithm that samples, and for one that scores if it needs rewards."""
+    yield from sampler_problems(config.run)
+
+
+def sampler_problems(run: RunConfig) -> Iterator[Problem]:
+    """What makes `data.sampler` impossible or without effect; a Python trainer only knows its data when it trains."""
+    sampler, at = run.data.sampler, ("data", "sampler")
+    if sampler is None:
+        return
+    if run.algorithm.runtime_needs.rollouts is None:
+        yield Problem(
+            at,
+            f"{run.algorithm_name} does not sample prompts, so the section has no effect: remove it.",
+        )
+    elif sampler.uses_rewards and not run.algorithm.runtime_needs.rollouts.rewarded and not run.env:
+        yield Problem(
+            (*at, "name"),
+            f"{sampler.name} chooses prompts by their rewards, but nothing scores the rollouts of {run.algorithm_name}: add a "
+            "section `env`, or use a sampler without rewards, such as stages with at_steps.",
+        )
+    if sampler.delay is not None and sampler.delay < run.rollout.max_staleness:
+        yield Problem(
+            (*at, "delay"),
+            f"is {sampler.delay}, but rewards may only be known rollout.max_staleness ({run.rollout.max_staleness}) steps later: "
+            "raise delay, or remove it.",
+        )
+    if is_path(sampler.name) and (problem := missing_target(sampler.name)) is not None:
+        yield Problem((*at, "name"), f"cannot import {sampler.name!r}: {problem}")
 
 
 @rule("algorithm", "env", applies_to=TRAIN_ONLY)
