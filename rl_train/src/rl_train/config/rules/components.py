@@ -124,7 +124,7 @@ def sampler_problems(run: RunConfig) -> Iterator[Problem]:
     if sampler.delay is not None and sampler.delay < run.rollout.max_staleness:
         yield Problem(
             (*at, "delay"),
-            f"is {sampler.delay}, but rewards may only be known rollout.max_staleness ({run.rollout.max_staleness}) steps later: "
+            f"is {sampler.delay}, but rewards may be known rollout.max_staleness ({run.rollout.max_staleness}) steps later: "
             "raise delay, or remove it.",
         )
     if is_path(sampler.name) and (problem := missing_target(sampler.name)) is not None:
