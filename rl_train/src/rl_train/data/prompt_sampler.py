@@ -2,9 +2,11 @@
 
 A sampler replaces the shuffled epochs of `BatchedDataLoader` for the prompts of rollouts. Every prompt is drawn for a step: the
 step that would train it if groups were trained in the order in which they begin. Before the draws for step s, the sampler sees
-the rewards of the prompts of all steps up to s - 1 - delay, in the order in which they were drawn. With a delay of at least
-`rollout.max_staleness`, all of these have ended, so the draws depend neither on which rollouts end first, nor on the number of
-engines, nor on resumes.
+the rewards of the prompts of all steps up to s - 1 - delay, in the order in which they were drawn. The delay is at least
+`rollout.max_staleness`, so nearly always all of these have been trained; otherwise, as after a resume that began them again, the
+draws wait for them. So the draws depend neither on which rollouts end first, nor on the number of engines, nor on resumes. Only
+if groups are replaced while others are in progress, because they failed or by dynamic sampling, the number of prompts that an
+asynchronous run draws for a step depends on what ends first.
 """
 
 from __future__ import annotations
@@ -203,6 +205,11 @@ class SampledPrompts:
                     self._next += 1
                 missing -= len(rows)
         return list(range(first, self._next))
+
+    def is_waiting(self, steps: Sequence[int]) -> bool:
+        """Whether groups are in progress whose rewards the sampler must see before its draws for these steps."""
+        last = max(steps, default=0) - 1 - self._delay
+        return any(each.rewards is None and each.step <= last for each in self._draws.values())
 
     def _show(self, last: int) -> None:
         """Show the sampler the results of the steps up to `last`, up to the first prompt that has not ended."""

@@ -157,13 +157,16 @@ class ScheduledSource(RolloutSource):
         count = self._schedule.space
         ordinals, self._again = self._again[:count], self._again[count:]
         if self._sampled is None:
-            ordinals += self._prompts.draw(count - len(ordinals))
-        else:
-            steps = self._schedule.steps_of_next(count)[len(ordinals) :]
-            ordinals += self._sampled.draw(steps, alive=[*self._rows, *self._again, *ordinals])
+            self._start(ordinals + self._prompts.draw(count - len(ordinals)), self._prompts)
+            return
+        self._start(ordinals, self._sampled)
+        while self._sampled.is_waiting(steps := self._schedule.steps_of_next(self._schedule.space)) and self._playing:
+            self._await_groups()
+        self._start(self._sampled.draw(steps, alive=[*self._rows, *self._again]), self._sampled)
+
+    def _start(self, ordinals: list[int], prompts: BatchedDataLoader | SampledPrompts) -> None:
         if not ordinals:
             return
-        prompts = self._prompts if self._sampled is None else self._sampled
         rows = start_rollouts(prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
         if not self._playing:
             self._collector.generation.prepare_for_generation()
@@ -173,8 +176,8 @@ class ScheduledSource(RolloutSource):
             self._rows[ordinal] = rows[position * self._group_size : (position + 1) * self._group_size]
             if version is not None:
                 self._began_with[ordinal] = version
-        size = self._played_together(count)
-        for together in [ordinals[start : start + size] for start in range(0, count, size)]:
+        size = self._played_together(len(ordinals))
+        for together in [ordinals[start : start + size] for start in range(0, len(ordinals), size)]:
             played = [row for ordinal in together for row in self._rows[ordinal]]
             self._playing[self._collector.loop.start(self._collector.play(played, stream=SampleStream.TRAINING))] = together
 
