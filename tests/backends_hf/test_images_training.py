@@ -48,7 +48,9 @@ class WithoutDropout(NLL):
 def policy_of(folder, *, hf=None, **fields):
     """A policy whose steps subtract gradients."""
     section = {"optimizer": SGD, "max_grad_norm": None, "max_total_sequence_length": 256, **fields}
-    return HuggingFacePolicy(config=HFPolicyConfig(model_name=folder, hf_cfg={"logprob_chunk_tokens": 7, **(hf or {})}, **section))
+    return HuggingFacePolicy(
+        config=HFPolicyConfig(model_name=folder, hf_cfg={"logprob_chunk_tokens": 7, **(hf or {})}, **section)
+    )
 
 
 def gradients_of(policy, rows, loss=None):
@@ -147,7 +149,10 @@ def test_a_folder_that_lacks_weights_of_the_tower_is_refused(vlm_folder, tmp_pat
 
 @pytest.mark.parametrize(
     ("family", "freeze", "tower"),
-    [("idefics3", ["vision_model", "connector"], ("model.vision_model", "model.connector")), ("qwen2_5_vl", ["vis*"], ("model.visual",))],
+    [
+        ("idefics3", ["vision_model", "connector"], ("model.vision_model", "model.connector")),
+        ("qwen2_5_vl", ["vis*"], ("model.visual",)),
+    ],
 )
 def test_frozen_modules_have_no_gradients_and_no_optimizer_state(vlm_folder, family, freeze, tower):
     rows = conversations(family)
@@ -182,7 +187,9 @@ def test_adapters_are_in_the_language_model_unless_a_name_is_only_in_the_tower(p
     rows, names = conversations(family), {}
     in_tower = {"idefics3": "fc1", "qwen2_5_vl": "qkv"}[family]
     for targets in ("all-linear", ["q_proj", "v_proj"], ["q_proj", in_tower]):
-        policy = policy_of(vlm_folder(family), hf={"lora": {"rank": 2, "target_modules": targets}}, optimizer={"kwargs": {"lr": 1e-2}})
+        policy = policy_of(
+            vlm_folder(family), hf={"lora": {"rank": 2, "target_modules": targets}}, optimizer={"kwargs": {"lr": 1e-2}}
+        )
         policy.train(rows, NLL())
         adapted = {name for name in policy.group.worker._adapters._layers}
         names[str(targets)] = {name.split(".")[1] for name in adapted}
@@ -203,7 +210,9 @@ def test_rows_with_images_are_refused_by_a_model_that_reads_none(vlm_folder, mod
     policy = policy_of(model_folder("llama"))
     assert not policy.facts["images"]
     for call in (lambda: policy.get_logprobs(rows), lambda: policy.train(rows, NLL()), lambda: policy.generate(rows)):
-        with pytest.raises((NotSupportedError, WorkerError), match=r"does not read images, but 4 of 6 rows have some \(the first is row 0\)"):
+        with pytest.raises(
+            (NotSupportedError, WorkerError), match=r"does not read images, but 4 of 6 rows have some \(the first is row 0\)"
+        ):
             call()
     rows["images"] = [None] * rows.size
     policy.get_logprobs(rows)

@@ -120,6 +120,14 @@ def test_the_page_draws_one_step_and_says_which_side_needs_more_resources(
     assert readings["series"][0][2][:2] == [0.075, 0.225]
 
 
+def test_the_page_has_a_table_of_what_the_prompt_sampler_recorded(write_run, tmp_path, page_of):
+    assert "Prompt sampler" not in page_of(write_run(tmp_path / "plain")).text
+    recorded = lambda step: {"data/sampler/epochs": step / 8, "data/sampler/share/<sums>": 0.5}  # noqa: E731
+    page = page_of(write_run(tmp_path / "run", metrics=recorded))
+    assert "Prompt sampler step 1 2 3 4 5 epochs 0.125 0.25 0.375 0.5 0.625 share/<sums> 0.5 0.5 0.5 0.5 0.5" in page.text
+    assert "Prompt sampler" in page.titles()
+
+
 def test_the_page_loads_no_external_resources(write_run, tmp_path):
     folder = write_run(tmp_path / "run")
     report(folder, output=None, max_mib=5.0)

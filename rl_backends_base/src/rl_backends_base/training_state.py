@@ -98,6 +98,7 @@ class TrainingStateBase(ABC):
     def set_lr_factor(self, factor: float) -> None:
         """See `TrainableInterface.set_lr_factor`. By default, not supported."""
         raise NotSupportedError(f"{type(self).__name__} does not implement `set_lr_factor`.")
+
     def group_lrs(self) -> dict[str, float]:
         """Learning rates of the next step by optimizer group; by default, there are no groups."""
         return {}
@@ -175,8 +176,6 @@ class TrainingState(TrainingStateBase):
             clip_(list(self.gradients().values()), norm, max_norm)
         with self.settings.scaled_lr() as lr:
             self.optimizer.step()
-        lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        self.optimizer.step()
         # Fused optimizers change parameters without counting it, but an engine that shares them checks the counts.
         increment_version(list(self.masters.parameters.values()))
         self.scheduler.step()
@@ -185,8 +184,12 @@ class TrainingState(TrainingStateBase):
         self.weight_version += 1
         return lr
 
-        with self.settings.scaled_lr() as lr:
-            self.optimizer.step()
+    def set_lr_factor(self, factor: float) -> None:
+        self.settings.lr_factor = factor
+
+    def group_lrs(self) -> dict[str, float]:
+        lrs = self.optimizer.learning_rates() if isinstance(self.optimizer, OptimizerChain) else {}
+        return {name: lr * self.settings.lr_factor for name, lr in lrs.items()}
 
     def save(self, folder: Path) -> None:
         rank, world_size = self.parallel.rank, self.parallel.world_size

@@ -193,7 +193,9 @@ def rope_positions(model: PreTrainedModel, ids: torch.Tensor, lengths: torch.Ten
         if not row_images:
             positions[:, row, :length] = torch.arange(length)
             continue
-        given = {name: torch.cat([image.inputs[name] for image in row_images]) for name in row_images[0].inputs if name in names}
+        given = {
+            name: torch.cat([image.inputs[name] for image in row_images]) for name in row_images[0].inputs if name in names
+        }
         own = ids[row : row + 1, :length]
         positions[:, row, :length] = rope_index(own.clamp(min=0), mm_token_type_ids=(own < 0).int(), **given)[0][:, 0]
     return positions

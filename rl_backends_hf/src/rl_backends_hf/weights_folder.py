@@ -116,7 +116,11 @@ class WholeModel:
             raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
         model, first = self._model, next(self._model.parameters())
         reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None
-        loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else auto_class(model.config, self._head)[0]
+        loader = (
+            sharding_class(type(model), partial(_shard_like, model))
+            if reads_shards
+            else auto_class(model.config, self._head)[0]
+        )
         try:
             with report_as_error(str(folder), CheckpointError):
                 loaded, report = loader.from_pretrained(

@@ -197,9 +197,9 @@ def test_a_run_that_gets_a_sampler_continues_after_its_ordinals_and_one_that_los
     sampled = source_of(collector, SAMPLERS["own"])
     sampled.load_state_dict(plain.state_dict())
     assert {row.ordinal for row in sampled.take(2, PROMPTS).trajectories} == {4, 5, 6, 7}
-    with pytest.raises(CheckpointError, match="drawn by the prompt sampler acme_sampler.LowestFirst"):
+    with pytest.raises(CheckpointError, match=r"drawn by the prompt sampler acme_sampler\.LowestFirst"):
         source_of(collector, None).load_state_dict(sampled.state_dict())
-    with pytest.raises(DataError, match="is of the prompt sampler acme_sampler.LowestFirst, but data.sampler is task_mix"):
+    with pytest.raises(DataError, match=r"of the prompt sampler acme_sampler\.LowestFirst, but data\.sampler is task_mix"):
         source_of(collector, SAMPLERS["tasks"]).load_state_dict(sampled.state_dict())
     collector.loop.close()
 
@@ -276,6 +276,6 @@ def test_a_wrong_sampler_stops_the_run_with_an_error_that_names_it(kwargs, says,
 
 
 def test_a_path_that_is_not_a_sampler_is_refused():
-    with pytest.raises(Exception, match="is not a PromptSampler. It has no choose, load_state_dict, state_dict"):
+    with pytest.raises(Exception, match=r"is not a PromptSampler\. It has no choose, load_state_dict, state_dict"):
         source_of(Collector(), {"name": "collections.OrderedDict"})
     assert issubclass(LowestFirst, PromptSampler)

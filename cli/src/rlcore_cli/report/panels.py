@@ -91,6 +91,12 @@ PANELS = (
         note="Groups in which all rewards are equal.",
     ),
     Panel(title="Dynamic sampling", metrics=("dynamic_sampling/*",), unit="count"),
+    Panel(
+        title="Prompt sampler",
+        metrics=("data/sampler/*_frac", "data/sampler/share/*"),
+        unit="fraction",
+        note="Rows by their estimated reward, draws that explore, and shares of tasks.",
+    ),
     Panel(title="Preference accuracy", metrics=("preference/accuracy", "kto/accuracy"), unit="fraction"),
     Panel(title="Preference margin", metrics=("preference/margin", "preference/score_*", "kto/margin", "kto/reward_*")),
     Panel(title="Staleness in steps", metrics=("staleness/steps_*",), unit="steps"),

@@ -405,10 +405,6 @@ class Capability(StrEnum):
     """Engines: refits are verified by the fingerprint alone. Otherwise, each also runs the canary.
 
     Needs: the fingerprint covers the tensors that the engine computes with, such as those of `WeightSink.named_weights`."""
-    IMAGES = "images"
-    """Policies and engines: rows with images. Without it, a run whose data has images is refused.
-
-    Needs: reads the column `images` (`rl_core.data.images.RowImage`), and tells prompts with other images apart."""
     LORA_ADAPTERS = "lora_adapters"
     """Engines: compute with the adapters of a policy as it does, without merging them (`policy.generation.lora`).
 

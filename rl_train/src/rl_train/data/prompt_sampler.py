@@ -3,9 +3,9 @@
 A sampler replaces the shuffled epochs of `BatchedDataLoader` for the prompts of rollouts. Every prompt is drawn for a step: the
 step that would train it if groups were trained in the order in which they begin. Before the draws for step s, the sampler sees
 the rewards of the prompts of all steps up to s - 1 - delay, in the order in which they were drawn. The delay is at least
-`rollout.max_staleness`, so nearly always all of these have been trained; otherwise, as after a resume that began them again, the
-draws wait for them. So the draws depend neither on which rollouts end first, nor on the number of engines, nor on resumes. Only
-if groups are replaced while others are in progress, because they failed or by dynamic sampling, the number of prompts that an
+`rollout.max_staleness`, so nearly always these have been trained; otherwise, as after a resume that began them again, the
+draws wait for them. So the draws depend neither on which rollouts end first, nor on the number of engines, nor on resumes. If
+groups are replaced while others are in progress, because they failed or by dynamic sampling, the number of prompts that an
 asynchronous run draws for a step depends on what ends first.
 """
 
