@@ -112,7 +112,7 @@ class _CallbackState:
 
     def state_dict(self) -> dict[str, Any]:
         with reporting_errors(f"`{self.key}`: saving the state", type(self.callback)):
-            state: dict[str, Any] = json.loads(json.dumps(self.callback.state_dict(), allow_nan=False))
+            state: dict[str, Any] = json.loads(json.dumps(self.callback.state_dict()))
             return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

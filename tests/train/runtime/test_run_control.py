@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from documents import MODULES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -237,6 +238,25 @@ def test_with_a_factor_of_zero_no_weight_changes(train, tmp_path):
     assert train("grpo.max_num_steps=3", callbacks=["freeze"])[0] == 0
     assert [row["lr"] > 0 for row in steps_of(tmp_path)] == [True, False, False]
     assert [row["refit/weight_version"] for row in steps_of(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_the_callback_of_the_documents_halves_the_learning_rate_until_it_is_too_low(train, tmp_path):
+    (tmp_path / "plateau.py").write_text(MODULES["my_callbacks.py"])
+    sections = "{plateau: {name: plateau.HalveOnPlateau, kwargs: {patience: 1}}}"
+    code, output, errors = train(f"++callbacks={sections}", "grpo.max_num_steps=20", "policy.scheduler=null")
+    assert code == 0, errors
+    assert "the learning rate is too low" in output
+    rows, best = steps_of(tmp_path), float("-inf")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        factor = row.get("control/lr_factor", 1.0)
+        expected = factor if row["reward/mean"] > best else factor / 2
+        best = max(best, row["reward/mean"])
+        if following is None:
+            assert expected <= 0.05
+        else:
+            assert following.get("control/lr_factor", 1.0) == expected
+            assert following["lr"] == 1e-3 * expected
 
 
 @pytest.mark.slow

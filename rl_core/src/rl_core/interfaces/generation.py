@@ -13,8 +13,8 @@ from rl_core.interfaces.records import Message
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
-    from rl_core.data.images import RowImage
     from rl_core.data.generation_io import SampledSets
+    from rl_core.data.images import RowImage
 
 
 class GenerationDatumSpec(TypedDict):

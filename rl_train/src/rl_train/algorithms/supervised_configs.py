@@ -14,7 +14,6 @@ from rl_train.algorithms.losses.config import (
     KTOLossConfig,
     NLLLossConfig,
     PolicyGradientLossConfig,
-    PreferenceLossConfig,
 )
 from rl_train.algorithms.policy_configs import RolloutAlgorithmConfig
 from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds

@@ -370,7 +370,9 @@ def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> lis
                 truncated=truncated[row],
                 weight_version=versions[row],
                 token_versions=None if token_versions is None else token_versions[row, sampled].clone(),
-                sampled_sets=None if (own := sets[row]) is None else SampledSets(counts=own["counts"][sampled], words=own["words"]),
+                sampled_sets=None
+                if (own := sets[row]) is None
+                else SampledSets(counts=own["counts"][sampled], words=own["words"]),
             )
         )
     return turns
