@@ -161,6 +161,23 @@ def test_both_answers_of_a_pair_have_the_images_of_the_prompt(folder, tokenizer,
         assert [image.digest for image in images_of(datum, side)] == [reds]
 
 
+def test_the_marks_of_llava_rows_are_the_places_of_images(folder, tokenizer):
+    turns = [{"from": "human", "value": "<image>\nWhich color? And <image>?"}, {"from": "gpt", "value": "red"}]
+    path = lines(folder, {"image": ["pictures/red.png", "pictures/blue.png"], "conversations": turns})
+    [record] = RecordDataset(JsonlDatasetConfig(path=path, record_fn="sharegpt"))
+    content = record["messages"][0]["content"]
+    assert [part["image"].value if part["type"] == "image" else part["text"] for part in content] == [
+        "pictures/red.png",
+        "\nWhich color? And ",
+        "pictures/blue.png",
+        "?",
+    ]
+    assert len(images_of(conversation_datum(record, idx=0, tokenizer=tokenizer))) == 2
+    with_text = lines(folder, {"conversations": turns})
+    [record] = RecordDataset(JsonlDatasetConfig(path=with_text, record_fn="sharegpt"))
+    assert record["messages"][0]["content"] == turns[0]["value"]
+
+
 def rows_with_features(kind: str):
     import datasets
 
@@ -256,7 +273,7 @@ def test_pictures_that_cannot_be_used_are_refused_with_a_reason(form, tokenizer)
 
 def test_pictures_over_the_limits_are_refused_before_they_are_decoded(tokenizer):
     large = saved(Image.new("L", (2000, 1000)), "PNG")
-    with pytest.raises(DataError, match="2000 x 1000 pixels, but 1 million are allowed.*data.images.max_megapixels"):
+    with pytest.raises(DataError, match=r"2000 x 1000 pixels, but 1 million are allowed.*data.images.max_megapixels"):
         read(large, tokenizer, max_megapixels=1)
     assert read(large, tokenizer, max_megapixels=2).num_placeholders > 0
     noise = saved(Image.effect_noise((1200, 1200), 90), "PNG")
@@ -268,7 +285,7 @@ def test_pictures_over_the_limits_are_refused_before_they_are_decoded(tokenizer)
 def test_a_picture_that_claims_to_be_huge_is_refused_without_its_memory(tokenizer):
     claims = bytearray(saved(Image.new("L", (16, 16)), "BMP"))
     claims[18:26] = (60000).to_bytes(4, "little") * 2
-    with pytest.raises(DataError, match="it is refused: .*3600000000 pixels"):
+    with pytest.raises(DataError, match=r"it is refused: .*3600000000 pixels"):
         read(bytes(claims), tokenizer)
 
 

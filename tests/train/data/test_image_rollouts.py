@@ -175,7 +175,7 @@ def test_batches_without_images_have_no_such_column(tokenizer):
 def test_environments_and_logs_refer_to_images_without_their_pixels(tokenizer, pictures):
     [row, *_], _, environment = played(tokenizer, prompt(tokenizer, asked(pictures[0])))
     digest = row.message_log[0]["images"][0].digest
-    reference = {"type": "image", "path": str(pictures[0]), "digest": digest}
+    reference = {"type": "image", "path": str(pictures[0]), "digest": digest, "width": 90, "height": 30}
     for log in environment.logs:
         assert log[0] == {"role": "user", "content": [reference, {"type": "text", "text": "What is it?"}]}
     [record] = rollout_records([row])

@@ -7,12 +7,17 @@ import pytest
 from PIL import Image
 from tiny_processors import write_processor
 
+from rl_core.config.policy_sections import PolicyConfig
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.component import Capability
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.preparation import Preparation
+from rl_train.checkpoints.published_files import carry_over_tokenizer
 from rl_train.config.loader import load_config
+from rl_train.data.processors import load_policy_tokenizer
+from rl_train.workbench.dataset_view import view_datasets
+from rlcore_cli.starter.data_file import read_data_file, recognize
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +120,38 @@ def test_a_resumed_run_notices_other_pictures(tmp_path, model, registry):
     assert Preparation(run, registry).data.train.records.fingerprint == before
     (moved / "square.png").write_bytes(b"another picture")
     assert Preparation(run, registry).data.train.records.fingerprint != before
+
+
+@pytest.mark.usefixtures("able")
+def test_rows_are_shown_with_the_size_and_tokens_of_their_images(tmp_path, model, registry):
+    [view] = view_datasets(Preparation(config_of(tmp_path, model, registry), registry), measured=4, shown=1)
+    [row] = view.samples
+    picture = tmp_path / "square.png"
+    assert f"<|vision_start|>[image: {picture}, 256 x 256 pixels, 64 tokens]<|vision_end|>What is it?<|im_end|>" in row.text
+    assert row.tokens == view.lengths[0] > 64
+
+
+def test_a_starter_config_recognizes_rows_with_images(tmp_path):
+    Image.linear_gradient("L").save(tmp_path / "a.png")
+    part = {"type": "image", "image": "a.png"}
+    talk = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a ramp"}]
+    (tmp_path / "rows.json").write_text(json.dumps([{"messages": talk}, {"question": "b", "answer": "c", "image": "a.png"}]))
+    data = read_data_file(tmp_path / "rows.json")
+    assert data.rows[0]["messages"][0]["content"] == [part | {"image": str(tmp_path / "a.png")}]
+    assert data.rows[1] == {"question": "b", "answer": "c", "image": str(tmp_path / "a.png")}
+    for row, name in zip(data.rows, ("a conversation", "a question (question) and an answer (answer)"), strict=True):
+        assert recognize([row], "rows.json").name == f"{name}, with images"
+    assert "images" not in recognize([{"question": "b", "answer": "c", "image": None}], "rows.json").name
+
+
+def test_the_template_and_the_settings_of_the_processor_are_used_and_carried_over(tmp_path):
+    model, exported = tmp_path / "model", tmp_path / "exported"
+    write_processor(model, "qwen2_5_vl")
+    exported.mkdir()
+    template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load_policy_tokenizer(PolicyConfig(backend="hf", model_name=str(model), max_total_sequence_length=9))
+    assert tokenizer.chat_template == template
+    carry_over_tokenizer(tokenizer, exported)
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.json", "tokenizer.json"):
+        assert (exported / name).read_bytes() == (model / name).read_bytes()

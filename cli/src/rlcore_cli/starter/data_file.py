@@ -10,7 +10,7 @@ import csv
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,8 @@ def read_data_file(path: Path, *, skip_bad_rows: bool = False) -> DataFile:
         data = DataFile(path=path, dataset="parquet", rows=[table[number] for number in range(len(table))])
     elif (array := _json_array(path)) is not None:
         locations = [f"{path}, row {number}" for number in range(1, len(array) + 1)]
-        data = DataFile(path=path, dataset="jsonl", rows=array, locations=locations)
+        rows = [_with_absolute_images(row, path.parent) for row in array]
+        data = DataFile(path=path, dataset="jsonl", rows=rows, locations=locations)
     else:
         data = DataFile(path=path, dataset="jsonl", rows=_json_lines(path))
     if data.bad and not (skip_bad_rows and data.rows):
@@ -128,7 +129,8 @@ def _table(path: Path) -> DataFile:
                 elif values:
                     reason = f"{len(values)} values, but the file has {len(header)} columns ({', '.join(header)})"
                     bad.append(BadRow(location=location, reason=reason, cause=reason))
-            return DataFile(path=path, dataset="jsonl", rows=[*rows.values()], locations=[*rows], bad=bad)
+            found = [_with_absolute_images(row, path.parent) for row in rows.values()]
+            return DataFile(path=path, dataset="jsonl", rows=found, locations=[*rows], bad=bad)
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}. Save it as UTF-8") from error
 
@@ -146,6 +148,9 @@ Row = Mapping[str, Any]
 _QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
 ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
 _RESPONSES = ("response", "completion", "output")
+_IMAGES = ("images", "image")
+_LONGEST_PATH = 1024
+"""A longer text is no path; it may be a `data:` URL."""
 SAMPLING, SUPERVISED, PAIRS, LABELLED = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto"), ("kto",)
 
 
@@ -184,7 +189,7 @@ def recognize(rows: Sequence[Row], path: str) -> RowFormat:
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     if found is not None:
-        return found
+        return replace(found, name=f"{found.name}, with images") if _most(rows, _has_images) else found
     fields = "\n".join(f"  {name}: {kind}" for name, kind in sorted(_kinds(rows).items()))
     raise DataError(
         f"{path}: the rows have no known format. Their fields:\n{fields}\n"
@@ -407,6 +412,24 @@ def _most(rows: Sequence[Row], is_so: Callable[[Row], bool]) -> bool:
 
 def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and "role" in each for each in value)
+
+
+def _has_images(row: Row) -> bool:
+    """Whether a row has images in a field of its own or in messages."""
+    talks = [value for value in row.values() if _is_conversation(value)]
+    contents = [message["content"] for talk in talks for message in talk if isinstance(message.get("content"), list)]
+    kinds = {part.get("type") for content in contents for part in content if isinstance(part, Mapping)}
+    return any(row.get(key) for key in _IMAGES) or not kinds.isdisjoint(("image", "image_url"))
+
+
+def _with_absolute_images(value: Any, folder: Path, *, is_image: bool = False) -> Any:
+    """A row whose images have absolute paths, because the converted rows are in another folder."""
+    if isinstance(value, Mapping):
+        return {key: _with_absolute_images(each, folder, is_image=key in (*_IMAGES, "path")) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_images(each, folder, is_image=is_image) for each in value]
+    is_file = is_image and isinstance(value, str) and len(value) < _LONGEST_PATH and (folder / value).is_file()
+    return str((folder / value).resolve()) if is_file else value
 
 
 def _kinds(rows: Sequence[Row]) -> dict[str, str]:

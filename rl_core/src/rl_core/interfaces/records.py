@@ -36,11 +36,15 @@ class ImageReference(TypedDict):
     Attributes:
         type: Always `image`.
         digest: Hash of its tensors, see `rl_core.data.images.RowImage`.
+        width: Width of the picture before it was resized, in pixels.
+        height: Its height.
         path: The file; absent if the row of the dataset contains the picture.
     """
 
     type: Literal["image"]
     digest: str
+    width: int
+    height: int
     path: NotRequired[str]
 
 

@@ -23,6 +23,7 @@ _TEMPLATES = ("chat_template.*", "additional_chat_templates/*")
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "tekken.json"),
     *("*.model", "*.spm", "*.tiktoken"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 
 
@@ -66,6 +67,8 @@ def _as_read(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer of `load_policy_tokenizer` as it was published, but with the chat template of the config.
+
+    The settings of the model's processor, which reads images, are carried over as well.
 
     Files of another tokenizer in the folder are removed. Transformers writes a tokenizer of a GGUF file or of user code.
     """

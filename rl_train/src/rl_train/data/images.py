@@ -41,11 +41,15 @@ class TextImage(RowImage):
         mark: What a chat template writes for an image.
         text: What replaces it: the placeholders of this image, and the tokens around and between them.
         lead: Number of tokens of the text before the first placeholder.
+        width: Width of the picture before it was resized, in pixels.
+        height: Its height.
     """
 
     mark: str
     text: str = field(repr=False)
     lead: int
+    width: int
+    height: int
 
 
 class ImageReader:
@@ -129,6 +133,8 @@ class ImageReader:
             mark=processor.image_token,
             text=text[0],
             lead=ids.index(self._placeholder_id),
+            width=picture.width,
+            height=picture.height,
         )
 
     def _load(self, tokenizer: Any) -> None:
@@ -294,7 +300,7 @@ def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
 def _reference(source: ImageSource, image: TextImage) -> dict[str, Any]:
     """An image part for environments and logs: JSON, without pixels."""
     path = {} if source.path is None else {"path": str(source.path)}
-    return {"type": "image", **path, "digest": image.digest}
+    return {"type": "image", **path, "digest": image.digest, "width": image.width, "height": image.height}
 
 
 def with_images(text: str, images: Sequence[RowImage], tokenizer: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_core.config.policy_sections import PolicyConfig
+from rl_core.data.hub import published_file
 from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import decode, load_tokenizer
 from rl_core.errors import DataError
@@ -426,12 +428,18 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     tokenizer = load_tokenizer(
         name,
         model_name=policy.model_name,
-        chat_template=section.chat_template,
+        chat_template=section.chat_template or _template_of_processor(name),
         chat_template_kwargs=section.chat_template_kwargs,
     )
     # For checkpoints: where its files are, and whether they have its template.
     tokenizer.published = name, section.chat_template is None and not section.chat_template_kwargs
     return with_text_settings(tokenizer, policy)
+
+
+def _template_of_processor(name: str) -> str | None:
+    """The chat template of a model's processor, if it has one of its own, apart from that of the tokenizer."""
+    file = published_file(name, "chat_template.json")
+    return None if file is None else json.loads(file.read_text(encoding="utf-8")).get("chat_template")
 
 
 def with_text_settings(tokenizer: Any, policy: PolicyConfig) -> Any:

@@ -255,24 +255,37 @@ _SHAREGPT_ROLES = {
 
 
 def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{conversations: [{from, value}]}, with optional `system` and `tools`; the value of a `function_call` is JSON."""
+    """{conversations: [{from, value}]}, with optional `system` and `tools`; the value of a `function_call` is JSON.
+
+    A row with `images` or `image` may have `<image>` in its values, at the place of each, as LLaVA's data does.
+    """
     turns = row.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"the field 'conversations' is {format_value(turns)}: expected a list of {{from, value}}")
     messages: list[dict[str, Any]] = []
+    images = row.get("images") or row.get("image")
     for number, turn in enumerate(turns):
         if not isinstance(turn, Mapping) or turn.get("from") not in _SHAREGPT_ROLES:
             raise DataError(
                 f"turn {number} of 'conversations' is {format_value(turn)}: expected `from` in {', '.join(_SHAREGPT_ROLES)}"
             )
-        message = {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+        message = {"role": _SHAREGPT_ROLES[turn["from"]], "content": _with_marked_images(turn.get("value"), images)}
         if turn["from"] == "function_call":
             called = from_text(turn.get("value"), f"the call in turn {number}")
             message.update(content="", tool_calls=called if isinstance(called, list) else [called])
         messages.append(message)
     if row.get("system") and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
-    return {"messages": messages, "tools": row.get("tools") or []}
+    return {"messages": messages, "tools": row.get("tools") or [], **({"images": images} if images else {})}
+
+
+def _with_marked_images(value: Any, images: Any) -> Any:
+    """The content of a turn, in which `<image>` is the place of an image if the row has any."""
+    if not images or not isinstance(value, str) or "<image>" not in value:
+        return value
+    first, *others = value.split("<image>")
+    parts = [first, *(part for text in others for part in (None, text))]
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts if text != ""]
 
 
 PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}

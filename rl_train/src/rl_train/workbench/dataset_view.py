@@ -13,6 +13,8 @@ from rl_train.assembly.preparation import Preparation
 from rl_train.config.schema import RunConfig
 from rl_train.data.arrow_rows import ConcatDataset
 from rl_train.data.holdout import prompt_digest, row_location
+from rl_train.data.image_sources import image_parts
+from rl_train.data.messages import images_of
 from rl_train.prompts.prompt_files import read_prompt
 from rl_train.rollouts.records import expected_answer
 
@@ -200,7 +202,7 @@ class _RowMeasure:
         row = self._rows[index]
         logs = self._logs(row)
         length, _, answer = self.measured(index)
-        texts = [decode(self._tokenizer, [token for part in log for token in part["token_ids"].tolist()]) for log in logs]
+        texts = [self._text(log) for log in logs]
         trained = [text for log in logs for part in log for text in self._trained(part)]
         return RenderedRow(
             index=index,
@@ -210,6 +212,18 @@ class _RowMeasure:
             expected=answer if self.kind == "prompts" else None,
             label=self.label(index),
         )
+
+    def _text(self, log: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a row, with the size of each image in place of its tokens."""
+        tokens = [token for message in log for token in message["token_ids"].tolist()]
+        text, end = "", 0
+        parts = image_parts(log)
+        for part, image in zip(parts, images_of(log) or (), strict=False):  # a row that is cut has fewer images
+            source = f"{part['path']}, " if "path" in part else ""
+            shown = f"[image: {source}{part['width']} x {part['height']} pixels, {image.length} tokens]"
+            text += decode(self._tokenizer, tokens[end : image.start]) + shown
+            end = image.end
+        return text + decode(self._tokenizer, tokens[end:])
 
     def _logs(self, row: Mapping[str, Any]) -> list[Any]:
         """The tokenized messages of a row; of a pair, those of both conversations."""
