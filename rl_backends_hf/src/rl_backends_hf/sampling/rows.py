@@ -37,7 +37,8 @@ class PromptGroup:
 
 def identity(row: Row) -> list[int]:
     """The tokens of a row, prompt and completion, with negative numbers for features, which only equal pictures share."""
-    images = row.prompt.images
+    if not (images := row.prompt.images):
+        return row.sequence
     return with_features(row.sequence, images, {image.digest: int(image.digest, 16) << 32 for image in images})
 
 
