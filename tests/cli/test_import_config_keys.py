@@ -170,7 +170,7 @@ def test_values_that_need_a_conversion_are_converted(nemo_rl, tmp_path, key, val
     [
         ("grpo.async_grpo.enabled", "true", "rollout.max_staleness"),
         ("policy.dtensor_cfg.tensor_parallel_size", "2", "FSDP2"),
-        ("policy.generation.top_p", "0.9", "filtered"),
+        ("policy.generation.top_p", "0.9", "only the engine hf"),
         ("policy.generation.backend", "sglang", "no generation backend 'sglang'"),
         ("policy.generation.val_temperature", "0.6", "training temperature"),
         ("grpo.adv_estimator.name", "opd", "gdpo"),

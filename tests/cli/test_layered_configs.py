@@ -103,7 +103,7 @@ def test_top_p_is_the_only_refused_line():
     [problem] = caught.value.problems
     assert problem.path == ("policy", "generation", "top_p")
     assert problem.message.startswith(
-        "grpo cannot train on filtered samples: the engine would sample from a filtered distribution"
+        "grpo cannot train on filtered samples here: the generation backend 'vllm' does not return the tokens that it sampled"
     )
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from rl_backends_hf.generation import HuggingFaceGeneration
+from rl_backends_hf.policy import HuggingFacePolicy
+from rl_core.data.generation_io import SETS
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
@@ -56,7 +58,7 @@ def tokenizer():
     return load_tokenizer(MODEL)
 
 
-def rollouts_of(engine_class, tokenizer):
+def rollouts_of(engine_class, tokenizer, **filters):
     rows = []
     for number, turns in enumerate(TURNS):
         text = f"{number + 3}+{number}="
@@ -64,7 +66,7 @@ def rollouts_of(engine_class, tokenizer):
         row = {"group_id": number, "index": number, "ordinal": number, "sample": 0, "task_name": "sums"}
         log = [{"role": "user", "content": text, "token_ids": ids}]
         rows.append(Trajectory(message_log=log, metadata={"turns": turns}, **row))
-    engine = engine_class(str(MODEL), max_new_tokens=6, max_model_len=64, torch_dtype="float32")
+    engine = engine_class(str(MODEL), max_new_tokens=6, max_model_len=64, torch_dtype="float32", **filters)
     collector = Collector(
         generation=engine,
         environments={"sums": Sums()},
@@ -72,6 +74,7 @@ def rollouts_of(engine_class, tokenizer):
         seed=5,
         max_turns={"sums": 4},
         max_total_length=64,
+        with_sets=bool(filters),
     )
     collector.collect(rows, stream=SampleStream.TRAINING)
     engine.shutdown()
@@ -86,3 +89,16 @@ def test_rows_have_the_same_tokens_whether_they_are_sampled_together_or_one_by_o
         assert torch.equal(other["token_mask"], together["token_mask"])
         # Rows that are decoded together differ in the last bits.
         torch.testing.assert_close(other["generation_logprobs"], together["generation_logprobs"], rtol=0, atol=1e-4)
+
+
+def test_turns_that_are_sampled_with_filters_have_the_log_probabilities_of_the_policy(tokenizer):
+    filters = {"top_p": 0.9, "top_k": 6, "min_p": 0.02}
+    policy = HuggingFacePolicy(str(MODEL), generation={"backend": "hf", **filters}, max_total_sequence_length=64)
+    for engine in (HuggingFaceGeneration, Batches):
+        batch = rollouts_of(engine, tokenizer, **filters)
+        trained, sampled = batch["token_mask"] > 0, batch["generation_logprobs"]
+        # Float32 on both sides, in another order.
+        torch.testing.assert_close(policy.get_logprobs(batch)["logprobs"][trained], sampled[trained], rtol=0, atol=1e-5)
+        del batch[SETS]
+        assert float((policy.get_logprobs(batch)["logprobs"] - sampled)[trained].abs().mean()) > 0.01
+    policy.shutdown()

@@ -16,18 +16,6 @@ WRONG_IN_GOOD = {
         "config.yaml:3:15: grpo.val_period: enables validation, but there is no validation data: set data.validation or "
         "data.split, or disable validation."
     ],
-    ("tokens: 64", "tokens: 64\n    top_p: 0.95"): [
-        "config.yaml:9:12: policy.generation.top_p: grpo cannot train on filtered samples: the engine would sample from a "
-        "filtered distribution while the policy scores tokens under the whole one, so every probability ratio would be "
-        "wrong. Set it to "
-        "1.0; temperature is accounted for."
-    ],
-    ("tokens: 64", "tokens: 64\n    top_k: 20"): [
-        "config.yaml:9:12: policy.generation.top_k: grpo cannot train on filtered samples: the engine would sample from a "
-        "filtered distribution while the policy scores tokens under the whole one, so every probability ratio would be "
-        "wrong. Set it to "
-        "null; temperature is accounted for."
-    ],
     ("tokens: 64", "tokens: 64\n    hf_cfg: {repetition_penalty: 1.3}"): [
         "config.yaml:9:34: policy.generation.hf_cfg.repetition_penalty: grpo cannot train on samples from changed logits: "
         "the policy scores tokens without the change, so every probability ratio would be "
@@ -143,6 +131,43 @@ def test_the_built_in_backend_has_every_capability_a_config_can_require(files, g
     assert run.policy.sequence_packing.enabled
     assert files.load(good, "policy.dynamic_batching.enabled=true").run.policy.dynamic_batching.enabled
     assert files.load(good, "policy.generation.refit_transport=collective").run.policy.generation.refit_transport
+
+
+FILTERS = ("policy.generation.top_p=0.95", "policy.generation.top_k=20", "policy.generation.min_p=0.05")
+
+
+def test_filters_are_accepted_if_engine_and_policy_support_sets_of_kept_tokens(files, good):
+    assert not files.load(good).run.needs_sampled_sets
+    for override in FILTERS:
+        assert files.load(good, override).run.needs_sampled_sets
+
+
+@pytest.mark.parametrize("override", FILTERS)
+def test_filters_are_refused_for_a_policy_that_scores_tokens_among_all(files, good, override):
+    [error] = files.errors(good.replace("  backend: hf\n  model", "  backend: plain\n  model"), override)
+    neutral = {"top_p": "1.0", "top_k": "null", "min_p": "0.0"}[override.partition("=")[0].rpartition(".")[2]]
+    assert error.startswith(
+        f"override #1 `{override}`: {override.partition('=')[0]}: grpo cannot train on filtered samples here: "
+    )
+    assert "the policy backend 'plain' does not normalize over the tokens that were sampled from" in error
+    assert "lacks the capability 'scores_sampled_sets'" in error
+    assert error.endswith(f" Set it to {neutral}; temperature is accounted for.")
+
+
+def test_filters_are_refused_for_an_engine_that_does_not_return_the_kept_tokens(files, good):
+    text = good.replace("  generation:\n    backend: hf", "  generation:\n    backend: remote\n    refits: true")
+    [error] = [each for each in files.errors(text, FILTERS[0]) if "grpo cannot train on filtered samples" in each]
+    assert "the generation backend 'remote' does not return the tokens that it sampled from" in error
+    assert "lacks the capability 'sampled_sets'" in error
+
+
+def test_filters_are_refused_in_distillation(files, good):
+    text = good.replace("grpo:\n  num_prompts_per_step: 8", "distillation: {num_prompts_per_step: 8}")
+    text = text.replace("data:", "teacher: {backend: hf, model_name: teacher}\ndata:")
+    assert any(
+        "distillation cannot train on filtered samples here: it compares the whole distributions of policy and teacher" in error
+        for error in files.errors(text, FILTERS[0])
+    )
 
 
 def test_an_algorithm_that_corrects_for_it_may_sample_with_top_p(files, good):

@@ -29,8 +29,6 @@ def grpo(model=None, **sampling):
 @pytest.mark.parametrize(
     ("sampling", "key"),
     [
-        ({"top_p": 0.8}, r"policy\.generation\.top_p: grpo cannot train on filtered samples"),
-        ({"top_k": 2}, r"policy\.generation\.top_k: grpo cannot train on filtered samples"),
         (
             {"repetition_penalty": 1.3},
             r"policy\.generation\.hf_cfg\.repetition_penalty: grpo cannot train on samples from changed logits",
