@@ -57,7 +57,7 @@ def test_valid_samplers_are_accepted_and_read_back_from_all_of_their_values(regi
             "unknown prompt sampler 'pass_rate_bend': use pass_rate_band, task_mix, stages or a dotted",
         ),
         ({"name": "pass_rate_band", "low": 0.8}, "the band from low (0.8) to high (0.8) is empty: low must be below high"),
-        ({"name": "pass_rate_band", "exploration": 1.5}, "less than or equal to 1"),
+        ({"name": "pass_rate_band", "exploration": 1.5}, "at most 1.0; found 1.5"),
         ({"name": "pass_rate_band", "temperature": 2.0}, "sampler 'pass_rate_band' does not use temperature: remove it"),
         ({"name": "task_mix", "window": 3}, "sampler 'task_mix' does not use window"),
         ({"name": "task_mix", "kwargs": {"a": 1}}, "sampler 'task_mix' does not use kwargs"),
@@ -89,7 +89,7 @@ def test_an_algorithm_that_does_not_sample_prompts_has_no_sampler(registry, exam
 
 
 def test_a_sampler_that_needs_rewards_is_refused_if_nothing_scores(registry):
-    unscored = ["~env", "~data.validation", "++distillation.val_period=0", "++distillation.val_at_start=false"]
+    unscored = ["env=null", "data.validation=null", "++distillation.val_period=0", "++distillation.val_at_start=false"]
     unscored += ["++distillation.val_at_end=false", "++checkpointing.metric_name=null", "++checkpointing.keep_top_k=null"]
     found = problems(registry, BAND, *unscored, example="distillation_addition")
     assert any(
