@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/curricula.py --tasks equal --seeds 7 --work /tmp/trial --no-results
 
 The quickstart's model answers sums without a carry from the units (0.98 of its samples), mostly drops that carry (0.3), and
-has never seen sums of three digits (0). The mixed task has 800, 400 and 800 rows of these kinds, the equal task 2000 rows with
+has never seen sums of three digits (0). The mixed task has 240, 120 and 240 rows of these kinds, the equal task 600 rows with
 the carry; held-out rows have other pairs of numbers, in the same shares.
 
 A run reaches a reward at the first validation at which the mean of the last three validations has it. The result of a sampler
@@ -38,9 +38,10 @@ KINDS: Mapping[str, tuple[int, Callable[[int, int], bool]]] = {
     "long": (3, lambda left, right: True),
 }
 """Number of digits of both numbers, and which pairs are of the kind."""
-TASKS: Mapping[str, Mapping[str, int]] = {"mixed": {"easy": 800, "carry": 400, "long": 800}, "equal": {"carry": 2000}}
-"""Number of training rows of each kind; held-out rows are a quarter as many."""
-STEPS, LEARNING_RATE = {"mixed": 80, "equal": 40}, {"mixed": 1.0e-4, "equal": 2.0e-5}
+TASKS: Mapping[str, Mapping[str, int]] = {"mixed": {"easy": 240, "carry": 120, "long": 240}, "equal": {"carry": 600}}
+"""Number of training rows of each kind; `HELD_OUT` others have the same shares."""
+HELD_OUT = 500
+STEPS, LEARNING_RATE = {"mixed": 120, "equal": 40}, {"mixed": 3.0e-5, "equal": 2.0e-5}
 """By task: the equal task has five times as many rows to learn from in a step."""
 SAMPLERS: Mapping[str, Mapping[str, Any] | None] = {
     "uniform": None,
@@ -58,7 +59,8 @@ def rows_of(kinds: Mapping[str, int], *, held_out: bool, seed: int = 0) -> list[
     rows = []
     for level, (kind, (digits, fits)) in enumerate(KINDS.items(), start=1):
         draw, pairs = random.Random(f"{seed} {kind} {held_out}"), set[tuple[int, int]]()
-        while len(pairs) < kinds.get(kind, 0) // (4 if held_out else 1):
+        count = kinds.get(kind, 0)
+        while len(pairs) < (count * HELD_OUT // sum(kinds.values()) if held_out else count):
             left, right = (draw.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
             if fits(left, right) and (random.Random(f"{left}+{right}").random() < 0.25) == held_out:
                 pairs.add((left, right))

@@ -15,7 +15,7 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.mixing import Mixture
 from rl_train.data.prompt_sampler import PromptResult, PromptRows
 
-BAND = {"low": 0.25, "high": 0.75, "exploration": 0.25, "new_weight": 0.5}
+BAND = {"low": 0.25, "high": 0.75, "exploration": 0.25, "rest": 0.5, "new_weight": 0.5}
 MIX = {"temperature": 1.0, "min_share": 0.0, "new_weight": 0.5}
 STAGES = {"key": "level", "bounds": [1, 2], "at_steps": (), "at_reward": None, "window": 3}
 
@@ -37,33 +37,40 @@ def show(sampler, step, rewards):
 
 
 class BandByDefinition:
-    """The rule of `PassRateBand`, with lists that are searched: each row has its estimate and the time of its last result."""
+    """The rule of `PassRateBand`, with lists that are searched."""
 
     def __init__(self, order):
-        self.order, self.estimates, self.tried, self.waiting, self.time, self.credit = order, {}, {}, Counter(), 0, 0.0
+        self.order, self.credit = order, 0.0
+        self.estimates, self.ended, self.drawn, self.waiting = {}, {}, {}, Counter()
+        self.draws, self.results = 0, 0
+
+    def is_inside(self, row):
+        return row in self.estimates and 0.25 <= self.estimates[row] <= 0.75
 
     def next(self, taken):
-        self.credit += BAND["exploration"]
+        unseen = [row for row in self.order if row not in self.drawn]
+        share = fmean(map(self.is_inside, self.estimates)) if unseen and self.estimates else 0.0
+        self.credit += max(BAND["exploration"], share)
         explores = self.credit >= 1
         self.credit -= explores
-        ready = sorted((row for row in self.tried if not self.waiting[row]), key=self.tried.get)
-        is_inside = lambda row: row in self.estimates and 0.25 <= self.estimates[row] <= 0.75  # noqa: E731
-        inside, outside = [row for row in ready if is_inside(row)], [row for row in ready if not is_inside(row)]
-        unseen = [row for row in self.order if row not in self.tried and not self.waiting[row]]
-        pools = [unseen, outside, inside] if explores else [inside, unseen, outside]
-        late = sorted((row for row in self.waiting if self.waiting[row]), key=lambda row: self.drawn[row])
-        row = next(row for row in itertools.chain(*pools, late) if row not in taken)
+        ready = sorted((row for row in self.ended if not self.waiting[row]), key=self.ended.get)
+        inside, outside = [row for row in ready if self.is_inside(row)], [row for row in ready if not self.is_inside(row)]
+        rested = [row for row in inside if row not in taken][:1]
+        rested = [row for row in rested if self.draws - self.drawn[row] >= BAND["rest"] * len(self.order)]
+        late = sorted((row for row in self.waiting if self.waiting[row]), key=self.drawn.get)
+        pools = [unseen, outside, rested] if explores else [rested, unseen, outside]
+        row = next(row for row in itertools.chain(*pools, inside, late) if row not in taken)
         self.waiting[row] += 1
-        self.time += 1
-        self.drawn = {**getattr(self, "drawn", {}), row: self.time}
+        self.drawn[row] = self.draws
+        self.draws += 1
         return row
 
     def observe(self, row, rewards):
         if rewards:
             self.estimates[row] = fmean([self.estimates[row], fmean(rewards)]) if row in self.estimates else fmean(rewards)
         self.waiting[row] -= 1
-        self.time += 1
-        self.tried[row] = self.time
+        self.results += 1
+        self.ended[row] = self.results
 
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4)
@@ -91,21 +98,48 @@ def test_the_band_draws_the_rows_of_its_definition_however_the_draws_are_divided
             expected.observe(row, rewards)
 
 
+def tried(sampler, rewards):
+    chosen = sampler.choose(len(rewards), step=1, excluded=())
+    show(sampler, 1, [(row, [reward]) for row, reward in zip(chosen, rewards, strict=True)])
+    return chosen
+
+
 def test_the_share_of_exploration_is_kept_and_reported():
-    sampler = PassRateBand(rows_of(1000), **BAND)
-    show(sampler, 0, [(row, [0.5]) for row in sampler.choose(100, step=1, excluded=())])
+    sampler = PassRateBand(rows_of(1000), **BAND | {"rest": 0.0})
+    first = tried(sampler, [0.5] * 20 + [0.0] * 60 + [1.0] * 20)
     assert sampler.metrics()["explored_frac"] == 1.0
-    assert sum(row in sampler._inside for row in range(1000)) == 100
-    tried = set(sampler._inside)
-    chosen = sampler.choose(40, step=2, excluded=())
-    assert sum(row not in tried for row in chosen) == 10
+    chosen = sampler.choose(20, step=2, excluded=())
+    assert [row for row in chosen if row in first] == first[:15]
     assert sampler.metrics() == {
         "tried_frac": 0.1,
-        "below_band_frac": 0.0,
-        "in_band_frac": 1.0,
-        "above_band_frac": 0.0,
+        "below_band_frac": 0.6,
+        "in_band_frac": 0.2,
+        "above_band_frac": 0.2,
         "explored_frac": 0.25,
     }
+
+
+def test_while_all_tried_rows_are_in_the_band_the_order_is_that_of_the_data():
+    rows = rows_of(60)
+    sampler, drawn = PassRateBand(rows, **BAND), []
+    for step in range(1, 7):
+        chosen = sampler.choose(10, step=step, excluded=())
+        show(sampler, step, [(row, [0.4]) for row in chosen])
+        drawn += chosen
+    assert drawn == rows.order(0)
+
+
+def test_a_row_of_the_band_rests_before_it_is_drawn_again():
+    rows, drawn = rows_of(200), []
+    sampler = PassRateBand(rows, **BAND | {"rest": 0.25})
+    for step in range(1, 101):
+        chosen = sampler.choose(10, step=step, excluded=())
+        show(sampler, step, [(row, [0.5 if row < 10 else 0.0]) for row in chosen])
+        drawn += chosen
+    for row in range(10):
+        numbers = [number for number, each in enumerate(drawn) if each == row]
+        assert min(later - number for number, later in itertools.pairwise(numbers)) >= 50
+    assert sum(row < 10 for row in drawn[200:]) == pytest.approx(4 * 800 * 10 / 200, abs=10), "four times as often as in epochs"
 
 
 def test_the_band_tries_every_row_of_a_mixture_although_an_epoch_leaves_some_out():

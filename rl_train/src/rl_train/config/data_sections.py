@@ -54,7 +54,7 @@ class ImagesConfig(Section):
 
 
 _OF_SAMPLER = {
-    "pass_rate_band": ("low", "high", "exploration", "new_weight"),
+    "pass_rate_band": ("low", "high", "exploration", "rest", "new_weight"),
     "task_mix": ("temperature", "min_share", "new_weight"),
     "stages": ("key", "bounds", "at_steps", "at_reward", "window"),
 }
@@ -77,7 +77,11 @@ class SamplerConfig(Section):
     high: float = 0.8
     """For `pass_rate_band`: upper end of the band. Both ends belong to it."""
     exploration: float = Field(default=0.25, ge=0.0, le=1.0)
-    """For `pass_rate_band`: share of the draws that are for prompts that were never drawn, or that are outside the band."""
+    """For `pass_rate_band`: smallest share of the draws for prompts that were never drawn or are outside the band. While some
+    were never drawn, the share is at least the fraction of the others that is in the band."""
+    rest: float = Field(default=0.25, ge=0.0)
+    """For `pass_rate_band`: number of draws after which a prompt of the band is drawn again, relative to the number of prompts.
+    At 0.25, a prompt is drawn at most four times as often as in epochs."""
     new_weight: float | None = Field(default=None, gt=0.0, le=1.0)
     """For `pass_rate_band` and `task_mix`: weight of the newest group in the running mean of a prompt's reward or of a task's
     spread. By default 0.5 for the first and 0.05 for the second."""

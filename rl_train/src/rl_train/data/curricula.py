@@ -6,6 +6,7 @@ numbers, so the order does not depend on how many prompts are drawn at once.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from statistics import fmean, pstdev
@@ -24,34 +25,45 @@ class PassRateBand(PromptSampler):
     """Prefers prompts whose estimated pass rate lies within a band, and tries others in between.
 
     The estimate of a row is the mean reward of its last group, averaged with the estimate before:
-    p <- (1 - new_weight) p + new_weight m. A share `exploration` of the draws, and all of them while no row is in the band, are
-    for rows that were never drawn, in the order of the data, then for the row outside the band that was tried least recently.
-    All other draws are for the row in the band that was tried least recently.
+    p <- (1 - new_weight) p + new_weight m. A share of the draws explores: rows that were never drawn, in the order of the data,
+    then the row outside the band that was tried least recently. Other draws are for the row in the band that was tried least
+    recently, if `rest` times as many prompts as there are rows were drawn since; if there is none, they explore as well.
+
+    The share is `exploration`. While there are rows that were never drawn, it is at least the fraction of rated rows that are
+    in the band: a new row is then as likely to be in it, and teaches more than one that was trained on before.
 
     Args:
         rows: The training prompts.
         low: Lower end of the band.
         high: Upper end of the band, which includes both.
-        exploration: Share of the draws that explore.
+        exploration: Smallest share of the draws that explore.
+        rest: Number of draws between two of one row from the band, as a multiple of the number of rows.
         new_weight: Weight of the newest group.
     """
 
-    def __init__(self, rows: PromptRows, *, low: float, high: float, exploration: float, new_weight: float) -> None:
+    def __init__(
+        self, rows: PromptRows, *, low: float, high: float, exploration: float, rest: float, new_weight: float
+    ) -> None:
         super().__init__(rows)
         self._low, self._high, self._exploration, self._new_weight = low, high, exploration, new_weight
-        self._estimates: dict[int, float | None] = {}
-        """Of each row that was drawn; None before its first reward."""
+        self._rest = rest * len(rows)
+        self._estimates: dict[int, float] = {}
+        """Of each row that has a reward."""
+        self._last: dict[int, int] = {}
+        """Number of the last draw of each row that was drawn."""
         self._inside: dict[int, None] = {}
         self._outside: dict[int, None] = {}
         """Rows that were drawn and are not in flight, the least recently tried first."""
         self._in_flight: dict[int, int] = {}
         """Number of draws whose results were not seen yet."""
+        self._sides = {-1: 0, 0: 0, 1: 0}
+        """Number of rows with an estimate below, in and above the band."""
         self._position = 0
         """In the endless order of the data, for rows that were never drawn."""
         self._credit = 0.0
-        """Draws that exploration is due, modulo 1."""
-        self._drawn, self._explored = 0, 0
-        """Since the last metrics."""
+        """Draws that exploration is due."""
+        self._count, self._reported, self._explored = 0, 0, 0
+        """Number of draws; of those before the last metrics; of those that explored since then."""
 
     def choose(self, count: int, *, step: int, excluded: Collection[int]) -> list[int]:
         chosen: list[int] = []
@@ -62,78 +74,86 @@ class PassRateBand(PromptSampler):
         return chosen
 
     def _next(self, taken: set[int]) -> int:
-        self._credit += self._exploration
+        self._credit += self._share()
         explores = self._credit >= 1.0
         self._credit -= explores
-        unseen, outside, inside = self._unseen(taken), _free(self._outside, taken), _free(self._inside, taken)
-        others = iter((unseen, outside, inside) if explores else (inside, unseen, outside))
-        row = next((row for found in others for row in found), None)
-        if row is None:
-            row = next(row for row in self._in_flight if row not in taken)
-        self._drawn, self._explored = self._drawn + 1, self._explored + (row not in self._inside)
+        unseen, outside = self._unseen(taken), _free(self._outside, taken)
+        rested = (row for row in itertools.islice(_free(self._inside, taken), 1) if self._count - self._last[row] >= self._rest)
+        pools = (unseen, outside, rested) if explores else (rested, unseen, outside)
+        row: int = next(itertools.chain(*pools, _free(self._inside, taken), _free(self._in_flight, taken)))
+        self._explored += row not in self._inside
         self._inside.pop(row, None)
         self._outside.pop(row, None)
-        self._estimates.setdefault(row, None)
         self._in_flight[row] = self._in_flight.pop(row, 0) + 1  # to the end
+        self._last[row] = self._count
+        self._count += 1
         return row
+
+    def _share(self) -> float:
+        """The share of the draws that explore."""
+        if len(self._last) == len(self.rows) or not self._estimates:
+            return self._exploration
+        return max(self._exploration, self._sides[0] / len(self._estimates))
 
     def _unseen(self, taken: Collection[int]) -> Iterator[int]:
         """The next row that was never drawn, if there is one."""
-        while len(self._estimates) < len(self.rows):
+        while len(self._last) < len(self.rows):
             epoch, position = divmod(self._position, len(self.rows))
             row = self.rows.order(epoch)[position]
-            if row not in self._estimates and row not in taken:
+            if row not in self._last and row not in taken:
                 yield row
                 return
             self._position += 1
 
     def observe(self, results: Sequence[PromptResult]) -> None:
         for result in results:
-            row, before = result.row, self._estimates[result.row]
+            row, before = result.row, self._estimates.get(result.row)
             if result.rewards:
                 mean = fmean(result.rewards)
                 self._estimates[row] = mean if before is None else before + self._new_weight * (mean - before)
+                self._sides[self._side(self._estimates[row])] += 1
+                if before is not None:
+                    self._sides[self._side(before)] -= 1
             self._in_flight[row] -= 1
             if not self._in_flight[row]:
                 del self._in_flight[row]
-                self._put_back(row)
+                is_inside = row in self._estimates and self._side(self._estimates[row]) == 0
+                (self._inside if is_inside else self._outside)[row] = None
 
-    def _put_back(self, row: int) -> None:
-        (self._inside if self._side(self._estimates[row]) == 0 else self._outside)[row] = None
-
-    def _side(self, estimate: float | None) -> int | None:
-        """-1 below the band, 0 within it, 1 above it; None without an estimate."""
-        return None if estimate is None else int(estimate > self._high) - int(estimate < self._low)
+    def _side(self, estimate: float) -> int:
+        """-1 below the band, 0 within it, 1 above it."""
+        return int(estimate > self._high) - int(estimate < self._low)
 
     def metrics(self) -> dict[str, float]:
-        sides = [self._side(estimate) for estimate in self._estimates.values() if estimate is not None]
-        metrics = {"tried_frac": len(sides) / len(self.rows)}
-        if sides:
+        metrics = {"tried_frac": len(self._estimates) / len(self.rows)}
+        if self._estimates:
             names = {"below_band_frac": -1, "in_band_frac": 0, "above_band_frac": 1}
-            metrics |= {name: sides.count(side) / len(sides) for name, side in names.items()}
-        if self._drawn:
-            metrics["explored_frac"] = self._explored / self._drawn
-            self._drawn = self._explored = 0
+            metrics |= {name: self._sides[side] / len(self._estimates) for name, side in names.items()}
+        if self._count > self._reported:
+            metrics["explored_frac"] = self._explored / (self._count - self._reported)
+            self._reported, self._explored = self._count, 0
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "estimates": [[row, estimate] for row, estimate in self._estimates.items()],
+            "last": [[row, number] for row, number in self._last.items()],
             "inside": list(self._inside),
             "outside": list(self._outside),
             "in_flight": [[row, count] for row, count in self._in_flight.items()],
             "position": self._position,
             "credit": self._credit,
-            "drawn": [self._drawn, self._explored],
+            "counts": [self._count, self._reported, self._explored],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._estimates, self._in_flight = dict(state["estimates"]), dict(state["in_flight"])
-        self._inside, self._outside = {}, {}
-        for row in state["inside"] + state["outside"]:  # by the band of this run, which may differ
-            self._put_back(row)
+        self._estimates, self._last = dict(state["estimates"]), dict(state["last"])
+        self._inside, self._outside = dict.fromkeys(state["inside"]), dict.fromkeys(state["outside"])
+        self._in_flight = dict(state["in_flight"])
         self._position, self._credit = state["position"], state["credit"]
-        self._drawn, self._explored = state["drawn"]
+        self._count, self._reported, self._explored = state["counts"]
+        for estimate in self._estimates.values():
+            self._sides[self._side(estimate)] += 1
 
 
 def _free(rows: Collection[int], taken: Collection[int]) -> Iterator[int]:
@@ -365,6 +385,7 @@ def _make_sampler(config: SamplerConfig, rows: PromptRows) -> PromptSampler:
                 low=config.low,
                 high=config.high,
                 exploration=config.exploration,
+                rest=config.rest,
                 new_weight=0.5 if config.new_weight is None else config.new_weight,
             )
         case "task_mix":
