@@ -153,6 +153,14 @@ def test_the_accuracy_is_the_fraction_of_pairs_with_different_labels_that_are_in
     assert found == pytest.approx(sum((good > bad) + 0.5 * (good == bad) for good, bad in pairs) / len(pairs), abs=1e-6)
 
 
+def test_the_estimate_is_not_negative_when_all_answers_become_less_likely():
+    policy = made()
+    after = trained(policy, [{**row, "label": False} for row in ROWS])[1]
+    policy.shutdown()
+    assert after["kto/reward_undesirable"] < 0
+    assert after["kto/kl"] == 0.0
+
+
 def test_a_batch_with_one_prompt_has_no_estimate_and_says_so(own_messages):
     policy = made()
     [step] = trained(policy, [{"prompt": "1+1=", "completion": "2", "label": True}] * 2, max_num_steps=1)

@@ -22,13 +22,13 @@ TRAINED = {
     "data": {"train": {"dataset_name": "jsonl", "path": "rows.jsonl"}},
 }
 SAMPLED = {"policy": {"generation": {"backend": "hf", "max_new_tokens": 16}}}
-WITHOUT_SAMPLES = {"sft", "dpo", "rm"}
+WITHOUT_SAMPLES = {"sft", "dpo", "kto", "rm"}
 ALGORITHMS = {*WITHOUT_SAMPLES, "grpo", "ppo", "distillation", "algorithm"}
 CONTEXT = {"docs/evaluation.md": {"env": {"math": {}, "arithmetic": {}}}}
 INSTALLED = {"acme_game": "guess"}
 """Plugins that a page makes up, and the component that takes their place."""
-FIELDS = "question prompt expected_answer answer chosen rejected instruction_id_list kwargs initial_count expected_count"
-ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3"}
+FIELDS = "question prompt expected_answer answer chosen completion instruction_id_list kwargs initial_count expected_count"
+ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3", "label": True}
 """The row of every data file."""
 
 

@@ -27,7 +27,8 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The files mentioned on the page."""
-    [question, verl, messages, completion, begun, tools, *pairs] = SHOWN
+    [question, verl, messages, completion, begun, tools, *preferences] = SHOWN
+    pairs, labelled = preferences[:3], preferences[3:]
     questions = [{**question, "question": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     Dataset.from_list(questions).to_parquet(tmp_path / "train.parquet")
     Dataset.from_list(pairs[1:2]).to_parquet(tmp_path / "ranked.parquet")
@@ -41,6 +42,7 @@ def folder(tmp_path, monkeypatch):
         "chats": [messages],
         "completions": [completion],
         "tools": [tools],
+        "labelled": labelled,
         "lines": [{"line": "6*7?|42"}],
     }
     for name, rows in lines.items():
@@ -72,6 +74,7 @@ def test_the_page_shows_rows_of_every_form():
         ["chosen", "prompt", "rejected"],
         ["completions", "prompt"],
         ["completions", "prompt"],
+        *[["completion", "label", "prompt"]] * 3,
     ]
 
 
@@ -79,8 +82,9 @@ def test_the_page_shows_rows_of_every_form():
 def test_every_config_of_the_page_is_valid_and_its_data_is_read(block, folder):
     config = {**BASE, **{key: {**BASE.get(key, {}), **section} for key, section in yaml.safe_load(block).items()}}
     config.setdefault("data", {"train": {"dataset_name": "jsonl", "path": "train.jsonl"}})
-    if "preference" in config["data"].get("train", {}).get("dataset_name", ""):
-        config["dpo"] = config.pop("sft")
+    name = config["data"].get("train", {}).get("dataset_name", "")
+    if "preference" in name:
+        config["kto" if "unpaired" in name else "dpo"] = config.pop("sft")
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     registry = Registry(discover())
     run = load_config(folder / "config.yaml", registry=registry).run

@@ -235,7 +235,7 @@ LABELLED = '{"prompt": "1+1?", "completion": "2", "label": true}\n'
 def test_labelled_answers_and_pairs_are_refused_by_the_algorithms_of_each_other(files):
     files.write(PAIR, "pairs.jsonl")
     [error] = files.errors(KTO)
-    assert error.startswith("config.yaml:4:26: data.train.dataset_name: 1 of 1 rows of pairs.jsonl cannot be used")
+    assert error.startswith("config.yaml:4:25: data.train.dataset_name: pairs.jsonl:1: the field 'label' is missing")
     assert "so it is a pair of answers. Read pairs with `dataset_name: preference` and `split_pairs: true`" in error
     [error] = files.errors(KTO.replace("unpaired_preference", "preference"))
     assert error == (

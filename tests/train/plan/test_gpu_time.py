@@ -12,7 +12,7 @@ from rl_core.errors import UserError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.plan.planner import resolved
+from rl_train.plan.planner import plan_memory, resolved
 from rl_train.plan.time_plan import GPUS, engine_time, parse_gpu, plan_time
 
 ROOT = Path(__file__).parents[3]
@@ -89,6 +89,20 @@ def test_several_optimizer_steps_and_a_reference_policy_add_passes(model, regist
     assert several["train"] == pytest.approx(once.phases["train"])
     compared = plan({**grpo(model), "loss_fn": {"reference_policy_kl_penalty": 0.1}}, registry).phases
     assert compared == pytest.approx({**once.phases, "reference": several["score"]})
+
+
+def test_the_mismatched_rows_of_kto_add_a_scoring_pass_and_memory_for_it(registry):
+    runs = {
+        name: load_config(ROOT / "examples" / f"{name}_addition.yaml", changes, registry=registry, stages=()).run
+        for name, changes in (("kto", ["kto.global_batch_size=64"]), ("dpo", ["dpo.global_batch_size=32"]))
+    }
+    kto, dpo = (plan_time(runs[name], registry, gpu=H100).phases for name in ("kto", "dpo"))
+    assert dpo.keys() == {"reference", "train", "update"}
+    assert kto == pytest.approx({**dpo, "score": dpo["reference"], "reference": 2 * dpo["reference"]})
+    assert kto["score"] == pytest.approx(kto["train"] / 3)
+    memory = {name: plan_memory(run, registry, on_gpu=False, limit=None) for name, run in runs.items()}
+    scored = {name: any("score" in process.phases for process in planned.processes) for name, planned in memory.items()}
+    assert scored == {"kto": True, "dpo": False}
 
 
 def test_prompts_that_rows_share_are_computed_once(model, registry):
