@@ -8,6 +8,7 @@ from PIL import Image
 from tiny_processors import FAMILIES, own_processor, write_processor
 
 from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import DataError
 from rl_train.config.data_sections import ImagesConfig
 from rl_train.data.images import ImageReader
 from rl_train.data.messages import message_log_to_flat_messages
@@ -27,6 +28,16 @@ def pictures(tmp_path_factory) -> Path:
     for seed, (name, (width, height)) in enumerate(SIZES.items()):
         picture(width, height, seed).save(folder / name)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def words_of_numbers():
+    """SmolVLM's processor needs num2words, which only writes the number of frames of a video."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processing_smolvlm, "num2words", str)
+        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -95,6 +106,11 @@ def own(model: Path, messages, **options) -> dict[str, torch.Tensor]:
     return own_processor(model).apply_chat_template(loaded, tokenize=True, return_dict=True, return_tensors="pt", **options)
 
 
+def refuses(model: Path, name: str) -> bool:
+    """Whether the family treats a picture differently next to others, so that rows with several are refused."""
+    return "llava_onevision" in model.name and name not in ("none", "one")
+
+
 def tokens_of(datum) -> torch.Tensor:
     return torch.cat([message["token_ids"] for message in datum["message_log"]])
 
@@ -102,6 +118,10 @@ def tokens_of(datum) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_tokens_and_tensors_of_a_row_are_those_of_the_own_processor(name, model, tokenizer, pictures):
     messages = with_files(CONVERSATIONS[name], pictures)
+    if refuses(model, name):
+        with pytest.raises(DataError, match="gives a picture other tokens next to others"):
+            conversation_datum({"messages": messages}, idx=0, tokenizer=tokenizer)
+        return
     datum = conversation_datum({"messages": messages}, idx=0, tokenizer=tokenizer)
     expected = own(model, messages)
     assert torch.equal(tokens_of(datum), expected["input_ids"][0])
@@ -116,19 +136,21 @@ def test_tokens_and_tensors_of_a_row_are_those_of_the_own_processor(name, model,
         covered[span] = True
     if images:
         assert not (tokens_of(datum)[~covered] == images[0].placeholder_id).any()
-        if "image_grid_thw" in expected:
-            for key in ("pixel_values", "image_grid_thw"):
-                assert torch.equal(torch.cat([image.inputs[key] for image in images]), expected[key])
-        else:  # Idefics 3 pads the tiles of the images of a row
+        if "pixel_attention_mask" in expected:  # the tiles of all images of a row, padded to the most of any row
             start = 0
             for image in images:
                 tiles = image.inputs["pixel_values"].shape[1]
                 assert torch.equal(image.inputs["pixel_values"][0], expected["pixel_values"][0, start : start + tiles])
                 start += tiles
+        else:
+            for key in expected.keys() & images[0].inputs.keys():
+                assert torch.equal(torch.cat([image.inputs[key] for image in images]), expected[key])
 
 
 @pytest.mark.parametrize("name", [name for name in CONVERSATIONS if name != "none"])
 def test_a_prompt_has_the_tokens_of_the_own_processor_with_its_generation_prompt(name, model, tokenizer, pictures):
+    if refuses(model, name):
+        pytest.skip("refused, see above")
     messages = with_files(CONVERSATIONS[name], pictures)[:-1]
     datum = prompt_datum({"messages": messages}, idx=0, tokenizer=tokenizer)
     assert torch.equal(tokens_of(datum), own(model, messages, add_generation_prompt=True)["input_ids"][0])
