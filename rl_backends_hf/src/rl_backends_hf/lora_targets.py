@@ -79,16 +79,16 @@ def freeze_modules(model: PreTrainedModel, patterns: Sequence[str]) -> None:
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names, key=lambda each: each.count("."))))
             known = [name for name in ends if not name.isdigit()]
             raise UserError(
-                f"`policy.hf_cfg.freeze`: {pattern!r} matches no module of the model.{did_you_mean(pattern, known)} Its modules "
-                f"include {', '.join(known[:12])}.",
+                f"`policy.hf_cfg.freeze`: {pattern!r} matches no module of the model.{did_you_mean(pattern, known)} Some of its "
+                f"modules are {', '.join(known[:12])}.",
                 key="policy.hf_cfg.freeze",
             )
         for name in matching:
             model.get_submodule(name).requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
-            "`policy.hf_cfg.freeze` matches all weights, so nothing would be trained. Leave some out, or set `frozen: true` for "
-            "a model that only scores.",
+            "`policy.hf_cfg.freeze` matches all weights, so nothing would be trained. Leave some out, or set `frozen: true` "
+            "for a model that only scores.",
             key="policy.hf_cfg.freeze",
         )
 

@@ -18,8 +18,8 @@ _EXPERT_AXES = 3
 def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     """The fact `matrix_sizes` of `PolicyWorker.setup`.
 
-    Embeddings are read, not multiplied with; norms and biases are left out. Of experts, those chosen for a token count. A vision
-    tower is left out, because it is computed for each picture, not for each token.
+    Embeddings are read, not multiplied with; norms and biases are left out. Of experts, those chosen for a token count. A
+    vision tower is left out, because it is computed for each picture, not for each token.
 
     Args:
         model: on any device, sharded or not, with or without adapters.
@@ -29,7 +29,7 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     sizes: Counter[str] = Counter()
     packed = {layer.weight: layer.form() for layer in model.modules() if isinstance(layer, QuantizedLinear)}
-    parameters = dict.fromkeys((*language_model(model).parameters(), *(() if head is None else (head,))))
+    parameters = dict.fromkeys([*language_model(model).parameters(), *([] if head is None else [head])])
     for parameter in parameters:
         weight = packed.get(parameter, parameter)
         kind = "trained" if parameter.requires_grad else "frozen"

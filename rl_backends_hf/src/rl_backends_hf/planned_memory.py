@@ -26,9 +26,11 @@ from rl_backends_base.optimizer import build_optimizer, parameters_by_group
 from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
+from rl_backends_hf.lora_targets import freeze_modules
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.pictures import reads_images
 from rl_backends_hf.quantized import layers_to_quantize, quantized_bytes
 from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
@@ -151,7 +153,10 @@ class PolicyMemory:
 
     def not_counted(self) -> list[str]:
         names = dict.fromkeys(optimizer.name for optimizer, _ in _optimizers(self._config))
-        return [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
+        left_out = [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
+        if reads_images(model_without_weights(self._config.model_name, options=self._config.hf_cfg, head=self._config.head)):
+            left_out.append("images, and what the vision tower computes of them")
+        return left_out
 
     def saving_overrides(self) -> list[str]:
         config = self._config
@@ -237,7 +242,8 @@ def _adapted(config: HFPolicyConfig) -> PreTrainedModel:
 
 
 def _adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
-    """Add the adapters of a section to a model, if it has any."""
+    """Freeze modules of a model and add its adapters, as its section says."""
+    freeze_modules(model, config.hf_cfg.freeze)
     if config.hf_cfg.lora is not None:
         LoraAdapters(model, config.hf_cfg.lora, base=config.model_name, head=config.head)
 

@@ -18,14 +18,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from rl_backends_base.shards import fill, whole
 from rl_backends_hf.adapter_folder import ADAPTER_CONFIG
 from rl_backends_hf.model import auto_class, sharding_class, why_read_whole
-from rl_backends_hf.pictures import language_model
 from rl_core.backend import CLASSIFIER, Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
 from rl_core.data.hub import published_file
 from rl_core.errors import CheckpointError
 
 _GENERATION = "generation_config.json"
-_OF_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
-"""Files with which a vision-language model's processor is loaded, apart from those of its tokenizer."""
 
 
 class ExportedWeights(Protocol):
@@ -104,9 +101,6 @@ class WholeModel:
             shutil.copyfile(file, folder / _GENERATION)  # Transformers refuses to write some that it reads
         elif model.can_generate():
             model.generation_config.save_pretrained(folder)
-        for name in _OF_PROCESSOR if language_model(model) is not model else ():
-            if (file := published_file(self._name, name)) is not None:
-                shutil.copyfile(file, folder / name)
 
     def load(self, folder: Path) -> None:
         """Load the model's weights from `folder`; each rank reads its shards. After an error, the weights are unchanged."""

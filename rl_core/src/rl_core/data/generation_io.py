@@ -228,7 +228,7 @@ def image_column(data: Mapping[str, Any], *, reads_images: bool, reader: str) ->
     Raises:
         NotSupportedError: a row has images, and `reader`, such as "The policy", reads none.
     """
-    column: list[Sequence[RowImage] | None] = data["images"] if "images" in data else []
+    column: list[Sequence[RowImage] | None] = data.get("images", [])
     with_images = [row for row, images in enumerate(column) if images]
     if with_images and not reads_images:
         raise NotSupportedError(
