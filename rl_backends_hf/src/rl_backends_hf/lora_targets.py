@@ -79,8 +79,8 @@ def freeze_modules(model: PreTrainedModel, patterns: Sequence[str]) -> None:
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names, key=lambda each: each.count("."))))
             known = [name for name in ends if not name.isdigit()]
             raise UserError(
-                f"`policy.hf_cfg.freeze`: {pattern!r} matches no module of the model.{did_you_mean(pattern, known)} Some of its "
-                f"modules are {', '.join(known[:12])}.",
+                f"`policy.hf_cfg.freeze`: {pattern!r} matches no module of the model.{did_you_mean(pattern, known)} Some of "
+                f"its modules are {', '.join(known[:12])}.",
                 key="policy.hf_cfg.freeze",
             )
         for name in matching:
