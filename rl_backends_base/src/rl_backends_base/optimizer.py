@@ -163,8 +163,8 @@ def _check_matrices(parameters: Mapping[str, nn.Parameter], *, key: str) -> None
     if others:
         raise UserError(
             f"`{key}`: Muon updates matrices, but these parameters do not have two axes: {_some(others)}. Leave them to "
-            "another optimizer: `policy.optimizer.groups: {matrices: {name: torch.optim.Muon}}` updates the matrices of layers "
-            "with Muon, and all other parameters with `policy.optimizer.name`.",
+            "another optimizer: `optimizer.groups: {matrices: {name: torch.optim.Muon}}` updates the matrices of layers with "
+            "Muon, and all other parameters with `optimizer.name`.",
             key=key,
         )
 

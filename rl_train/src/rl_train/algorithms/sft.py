@@ -71,7 +71,7 @@ def _merge_results(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) 
         "loss": mean([result["loss"] for result in results]),
         "grad_norm": mean([result["grad_norm"] for result in results]),
         "lr": results[-1]["lr"],
-        "group_lrs": results[-1].get("group_lrs", {}),
+        **({"group_lrs": results[-1]["group_lrs"]} if "group_lrs" in results[-1] else {}),
         **{
             name: sum(result[name] for result in results)
             for name in ("num_optimizer_steps", "global_valid_seqs", "global_valid_toks")
