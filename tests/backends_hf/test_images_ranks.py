@@ -10,9 +10,10 @@ from policy_cases import largest_relative_error
 from rank_processes import RankProgram
 from tiny_vlms import plain, plain_logprobs, plain_loss
 
+from rl_backends_base import CheckpointNames
 from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFConfig
-from rl_core.backend import CheckpointNames, weights_of
+from rl_core.backend import weights_of
 from rl_core.rendezvous.interfaces import free_port
 
 FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl")

@@ -9,7 +9,7 @@ from simulated_gpu import SimulatedGpu
 
 from rl_backends_base.optimizer import build_optimizer, parameters_by_group
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.planned_memory import PolicyMemory, check_optimizer
+from rl_backends_hf.planned_memory import PolicyMemory
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, ConfigError, UserError
@@ -182,7 +182,7 @@ def test_a_group_that_cannot_be_is_one_error_before_training_and_in_the_deep_che
     assert error.value.key == key
     assert message in str(error.value)
     with pytest.raises(UserError) as early:
-        check_optimizer(parts.make_config(model_folder("llama-tied"), optimizer=optimizer))
+        list(parts.make_config(model_folder("llama-tied"), optimizer=optimizer).deep_conflicts(None))
     assert (early.value.key, str(early.value)) == (key, str(error.value))
 
 

@@ -55,7 +55,7 @@ def play(how: str, times: int = 1):
         return {}["nothing"]
     if how == "hooked":
         from rl_core.plugins.manager import discover
-        from rl_train.launch.session import call_event
+        from rl_train.control import call_event
 
         try:
             raise WorkerError("rank 1 of 2 on host a raised")

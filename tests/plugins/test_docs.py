@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.plugins import hookspecs
-from rl_train.launch.session import EVENT_HOOKS
+from rl_train.control import EVENT_HOOKS
 from rlcore_cli.new_plugin.scaffold import plugin_files
 
 DOCS = Path(__file__).parents[2] / "docs"

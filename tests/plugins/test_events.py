@@ -7,9 +7,8 @@ import pytest
 from rl_core.interfaces.policy import PolicyInterface
 from rl_core.plugins import Control, hookimpl
 from rl_core.plugins.manager import PluginManager
-from rl_train.control import RunControl
+from rl_train.control import RunControl, call_event
 from rl_train.errors import PluginHookError
-from rl_train.launch.session import call_event
 
 
 def manager_with(**plugins):

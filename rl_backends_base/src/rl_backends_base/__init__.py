@@ -13,6 +13,7 @@ from rl_core.first_use import import_on_first_use
 if TYPE_CHECKING:
     from rl_backends_base.adapters import AddedAdapter as AddedAdapter
     from rl_backends_base.adapters import add_adapters as add_adapters
+    from rl_backends_base.checkpoint_names import CheckpointNames as CheckpointNames
     from rl_backends_base.data_only import DAMAGE_ERRORS as DAMAGE_ERRORS
     from rl_backends_base.data_only import TRAINER_FILE as TRAINER_FILE
     from rl_backends_base.data_only import DataOnlyBytes as DataOnlyBytes

@@ -99,9 +99,9 @@ class HFPolicyConfig(PolicyConfig):
 
     def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks the model's config and class, requirements for loading it on this machine, LoRA targets, optimizer groups."""
+        from rl_backends_base.optimizer import build_optimizer
         from rl_backends_hf.lora_targets import check_targets, freeze_modules
         from rl_backends_hf.model import length_dependent_rope, model_without_weights
-        from rl_backends_hf.planned_memory import check_optimizer
         from rl_backends_hf.quantized import layers_to_quantize
 
         if self.python is not None:
@@ -111,10 +111,16 @@ class HFPolicyConfig(PolicyConfig):
         freeze_modules(model, self.hf_cfg.freeze)
         if self.hf_cfg.lora is not None:
             check_targets(model, self.hf_cfg.lora, head=self.head)
-        if not self.frozen:
-            check_optimizer(self)
         if (problem := length_dependent_rope(model, self.max_total_sequence_length)) is not None:
             yield ("max_total_sequence_length",), problem
+        # Adapters are only known once the worker has added them.
+        if (
+            not self.frozen
+            and self.hf_cfg.lora is None
+            and (self.optimizer.groups or self.optimizer.name == "torch.optim.Muon")
+        ):
+            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+            build_optimizer(trained, self.optimizer)
 
 
 _DEFAULTS: Final = HFModelConfig()

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_backends_base import SamplingParameters, TokenwiseWorker
+from rl_backends_base import CheckpointNames, SamplingParameters, TokenwiseWorker
 from rl_backends_hf.config import HFGenerationConfig, generation_advice
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.pictures import reads_images
 from rl_backends_hf.quantized import is_quantized
 from rl_backends_hf.sampling.sampler import SlotRows, probe_sampling
 from rl_core.backend import (
-    CheckpointNames,
     DistributedGeneration,
     GenerationFacts,
     RefitManifest,

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import FullyShard, padded_input
-from rl_backends_base.optimizer import build_optimizer, parameters_by_group
+from rl_backends_base.optimizer import parameters_by_group
 from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
@@ -283,18 +283,6 @@ def _optimizers(config: HFPolicyConfig) -> list[tuple[OptimizerConfig, list[torc
     groups = parameters_by_group(trained, config.optimizer).items()
     of = {name: config.optimizer if name == REST else config.optimizer.of_group(name) for name, _ in groups}
     return [(of[name], [each.shape for each in members.values()]) for name, members in groups]
-
-
-def check_optimizer(config: HFPolicyConfig) -> None:
-    """Check optimizer groups and Muon's parameters without weights.
-
-    Raises:
-        UserError: as `build_optimizer`.
-    """
-    if config.optimizer.groups or config.optimizer.name == _MUON:
-        build_optimizer(
-            {name: each for name, each in _adapted(config).named_parameters() if each.requires_grad}, config.optimizer
-        )
 
 
 def _state_bytes(optimizer: OptimizerConfig) -> float:

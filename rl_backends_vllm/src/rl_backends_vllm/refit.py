@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends_base import CheckpointNames
 from rl_backends_vllm.device import enable_amx
 from rl_backends_vllm.shm_cleanup import unlink_shared_memory
 from rl_backends_vllm.torch_threads import use_torch_threads
@@ -38,7 +39,6 @@ from rl_core.backend import (
     LORA_A,
     LORA_B,
     LORA_SCALE,
-    CheckpointNames,
     RefitManifest,
     WeightReceiver,
     dtype_name,

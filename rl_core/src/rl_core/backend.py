@@ -48,7 +48,6 @@ from rl_core.old_paths import NEW_NAMES
 from rl_core.weights.adapters import LORA_A as LORA_A
 from rl_core.weights.adapters import LORA_B as LORA_B
 from rl_core.weights.adapters import LORA_SCALE as LORA_SCALE
-from rl_core.weights.checkpoint_names import CheckpointNames as CheckpointNames
 from rl_core.weights.disk import file_digest as file_digest
 from rl_core.weights.disk import resolve_below as resolve_below
 from rl_core.weights.fingerprint import digest_of as digest_of

@@ -27,6 +27,7 @@ NEW_PATHS: Final = {
     "rl_core.interfaces.weights": "rl_core.interfaces.policy",
     "rl_core.plugins.capabilities": "rl_core.plugins.component",
     "rl_core.plugins.record": "rl_core.plugins.component",
+    "rl_core.weights.checkpoint_names": "rl_backends_base.checkpoint_names",
     "rl_core.training.data_only": "rl_backends_base.data_only",
     "rl_core.training.loaded_model": "rl_core.data.loaded_model",
     "rl_core.training.microbatch_splitter": "rl_backends_base.microbatches",
@@ -48,9 +49,9 @@ NEW_PATHS: Final = {
 """Old module to new module."""
 NEW_NAMES: Final = {
     "rl_core.backend": {
-        "rl_backends_base": "DAMAGE_ERRORS TRAINER_FILE DataOnlyBytes DataOnlyReader MicrobatchSplitter OptimizerSettings "
-        "PolicyWorkerBase build_scheduler call_named first_non_finite_loss non_finite_step_error read_metadata read_state_file "
-        "read_trainer_file reason_of reduce_metrics scored_tokens write_error"
+        "rl_backends_base": "CheckpointNames DAMAGE_ERRORS TRAINER_FILE DataOnlyBytes DataOnlyReader MicrobatchSplitter "
+        "OptimizerSettings PolicyWorkerBase build_scheduler call_named first_non_finite_loss non_finite_step_error "
+        "read_metadata read_state_file read_trainer_file reason_of reduce_metrics scored_tokens write_error"
     },
     "rl_core.interfaces": {"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"},
 }

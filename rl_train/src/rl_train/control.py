@@ -10,28 +10,47 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic import ValidationError
 
-from rl_core.errors import ConfigError, RLCoreError, with_key
-from rl_core.plugins import Control, hookimpl
-from rl_core.plugins.component import Plugin, did_you_mean
+from rl_core.errors import ConfigError, RLCoreError, UserError, with_key
+from rl_core.plugins import Control, hookimpl, hookspecs
+from rl_core.plugins.component import Plugin, describe, did_you_mean
 from rl_core.plugins.import_path import resolve
-from rl_core.plugins.manager import PluginManager
+from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
 from rl_train.config.schema import RunConfig, StopConfig
 from rl_train.errors import PluginHookError, reporting_errors
 
 if TYPE_CHECKING:
-    from rl_train.algorithms.rewards import KLInReward
-    from rl_train.run import Run
+    from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction
+    from rl_train.checkpoints.state import Checkpoints, Stateful
 
 _log = logging.getLogger("rlcore")
 EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
 _KL_WEIGHT = "reference_policy_kl_penalty"
+
+
+class ControlledRun(Protocol):
+    """What a control reads and changes of a `rl_train.run.Run`."""
+
+    config: RunConfig
+    policy: ColocatablePolicyInterface
+    loss_fn: LossFunction
+    checkpoints: Checkpoints | None
+
+    def keep(self, name: str, component: Stateful) -> None: ...
+
+
+class Penalty(Protocol):
+    """A KL penalty in the reward, whose weight an adaptive controller may change."""
+
+    weight: float
+    controller: Any
 
 
 class Callback(Plugin):
@@ -94,7 +113,7 @@ def _add_callback(manager: PluginManager, key: str, callback: Any) -> None:
         raise ConfigError(f"{plugin.label} is not a callback: {problem}.", key=key)
 
 
-def keep_state(run: Run, callbacks: Mapping[str, Any]) -> None:
+def keep_state(run: ControlledRun, callbacks: Mapping[str, Any]) -> None:
     """Save the state of callbacks that have one in the checkpoints of a run, and restore it if the run was resumed."""
     for key, callback in callbacks.items():
         if hasattr(callback, "state_dict"):
@@ -132,7 +151,7 @@ class RunControl:
     """After which step, by which plugin or callback, and why the run ends before its last step."""
     is_due: bool = False
     """Whether a control asks for a checkpoint of this step."""
-    in_reward: KLInReward | None = field(default=None, init=False)
+    in_reward: Penalty | None = field(default=None, init=False)
     """The penalty in the reward; set by the algorithm."""
 
     def metrics(self) -> dict[str, float]:
@@ -140,7 +159,7 @@ class RunControl:
         values = {"control/lr_factor": self.lr_factor, "kl/penalty_weight": self.kl_weight}
         return {name: value for name, value in values.items() if value is not None}
 
-    def apply(self, run: Run, step: int, returned: Sequence[tuple[Plugin, Any]]) -> None:
+    def apply(self, run: ControlledRun, step: int, returned: Sequence[tuple[Plugin, Any]]) -> None:
         """Apply what `rlcore_step_finished` returned after a step.
 
         Raises:
@@ -167,13 +186,13 @@ class RunControl:
                 _log.info("step %d: %s asks for a checkpoint", step, by)
             self.is_due |= control.save or self.stopped is not None
 
-    def use_penalty(self, penalty: KLInReward) -> None:
+    def use_penalty(self, penalty: Penalty) -> None:
         """Control the weight of a KL penalty in the reward."""
         self.in_reward = penalty
         if self.kl_weight is not None:
             penalty.weight = self.kl_weight
 
-    def continue_resumed(self, run: Run) -> list[str]:
+    def continue_resumed(self, run: ControlledRun) -> list[str]:
         """Apply to a resumed run what was set before; the lines say what."""
         lines = [] if self.stopped is None else [f"this run was {self.stopped}. It continues."]
         self.stopped = None
@@ -187,7 +206,7 @@ class RunControl:
             lines.append(f"the weight of the KL penalty is {self.kl_weight:g}, as a callback or plugin set it")
         return lines
 
-    def undo(self, run: Run) -> None:
+    def undo(self, run: ControlledRun) -> None:
         """Reset the policy and the loss, which may be trained with again."""
         if self.lr_factor is not None:
             self._set_lr_factor(run, 1.0, "this run")
@@ -202,14 +221,14 @@ class RunControl:
         """Restore `state_dict`; `continue_resumed` applies it."""
         self.lr_factor, self.kl_weight, self.stopped = state["lr_factor"], state["kl_weight"], state["stopped"]
 
-    def _set_lr_factor(self, run: Run, factor: float, by: str) -> None:
+    def _set_lr_factor(self, run: ControlledRun, factor: float, by: str) -> None:
         try:
             run.policy.set_lr_factor(factor)
         except RLCoreError as error:
             raise PluginHookError(f"{by} set lr_factor to {factor:g}, which failed: {error.__cause__ or error}") from error
         self.lr_factor = factor
 
-    def _set_kl_weight(self, run: Run, weight: float) -> str | None:
+    def _set_kl_weight(self, run: ControlledRun, weight: float) -> str | None:
         """Set the weight, or say why it cannot have an effect."""
         if self.in_reward is not None:
             self.in_reward.weight = weight
@@ -249,6 +268,67 @@ def _agreed(controls: Sequence[tuple[str, Control]], name: str, step: int) -> li
                 f"After step {step}, {given[0][0]} set {name} to {given[0][1]:g} and {by} to {value:g}. Remove one of them."
             )
     return given[:1]
+
+
+def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> list[tuple[Plugin, Any]]:
+    """Call one event hook of every working plugin and callback, the last registered first.
+
+    The remaining plugins are called even if one raises.
+
+    Args:
+        manager: The plugins.
+        event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
+        **arguments: All arguments of the hook's specification.
+
+    Returns:
+        What they returned, apart from None.
+
+    Raises:
+        PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
+        ValueError: The event hook does not exist, or the arguments do not match its specification.
+    """
+    if event not in EVENT_HOOKS:
+        raise ValueError(f"There is no event hook {event!r}.")
+    parameters = set(inspect.signature(getattr(hookspecs, event)).parameters)
+    if set(arguments) != parameters:
+        raise ValueError(f"{event} takes {sorted(parameters)}, not {sorted(arguments)}.")
+    failures: list[tuple[Plugin, Exception]] = []
+    returned: list[tuple[Plugin, Any]] = []
+    for plugin, implementation in manager.event_hooks(event):
+        try:
+            value = implementation.function(*(arguments[name] for name in implementation.argnames))
+        except Exception as error:
+            failures.append((plugin, error))
+        else:
+            returned += [(plugin, value)] if value is not None else []
+    if failures:
+        raise _hook_error(event, failures) from failures[0][1]
+    return returned
+
+
+def _hook_error(event: str, failures: Sequence[tuple[Plugin, Exception]]) -> UserError:
+    if len(failures) == 1 and isinstance(failures[0][1], ConfigError) and isinstance(failures[0][0], Callback):
+        return failures[0][1]
+    raised = [f"{event} of {who(plugin)} raised {describe(error)}." for plugin, error in failures]
+    callbacks = ", ".join(plugin.name for plugin, _ in failures if isinstance(plugin, Callback))
+    names = ",".join(plugin.name for plugin, _ in failures if not isinstance(plugin, Callback))
+    remedies = [f"To run without it: {DISABLE_VARIABLE}={names}"] if names else []
+    remedies += [f"To run without it, remove {callbacks} from the config."] if callbacks else []
+    return PluginHookError("\n".join([*raised, *remedies]))
+
+
+@contextmanager
+def run_events(run: ControlledRun, manager: PluginManager) -> Iterator[None]:
+    """Report the start and the end of a run, which is the block, to the plugins; the end with its error if there is one."""
+    call_event(manager, "rlcore_run_started", run=run)
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        call_event(manager, "rlcore_run_finished", run=run, error=error)
 
 
 class EarlyStopping:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import (
+    CheckpointNames,
     FullyShard,
     MicrobatchRows,
     Parallel,
@@ -55,7 +56,6 @@ from rl_backends_hf.varlen_attention import VARLEN
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel
 from rl_core.backend import (
     BatchedDataDict,
-    CheckpointNames,
     GlobalCounts,
     Head,
     RefitManifest,

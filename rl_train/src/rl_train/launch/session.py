@@ -5,12 +5,11 @@ The first signal ends a run after the current step with a checkpoint, the second
 
 from __future__ import annotations
 
-import inspect
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rl_core.cluster import daemons
-from rl_core.errors import ConfigError, RayDiedError, UserError
-from rl_core.plugins import hookspecs
-from rl_core.plugins.component import Plugin, describe
-from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
+from rl_core.errors import RayDiedError
 from rl_train.assembly.error_locations import with_location
 from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.config.loader import LoadedConfig
-from rl_train.control import EVENT_HOOKS, Callback, who
-from rl_train.errors import PluginHookError, RunInterrupted, StopReason
+from rl_train.errors import RunInterrupted, StopReason
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_run_folder
 from rl_train.run_folders.status import Status
@@ -115,67 +110,6 @@ class StopSignals:
         # A signal to the main thread also interrupts its blocking system calls.
         self._is_over = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> list[tuple[Plugin, Any]]:
-    """Call one event hook of every working plugin and callback, the last registered first.
-
-    The remaining plugins are called even if one raises.
-
-    Args:
-        manager: The plugins.
-        event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
-        **arguments: All arguments of the hook's specification.
-
-    Returns:
-        What they returned, apart from None.
-
-    Raises:
-        PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
-        ValueError: The event hook does not exist, or the arguments do not match its specification.
-    """
-    if event not in EVENT_HOOKS:
-        raise ValueError(f"There is no event hook {event!r}.")
-    parameters = set(inspect.signature(getattr(hookspecs, event)).parameters)
-    if set(arguments) != parameters:
-        raise ValueError(f"{event} takes {sorted(parameters)}, not {sorted(arguments)}.")
-    failures: list[tuple[Plugin, Exception]] = []
-    returned: list[tuple[Plugin, Any]] = []
-    for plugin, implementation in manager.event_hooks(event):
-        try:
-            value = implementation.function(*(arguments[name] for name in implementation.argnames))
-        except Exception as error:
-            failures.append((plugin, error))
-        else:
-            returned += [(plugin, value)] if value is not None else []
-    if failures:
-        raise _hook_error(event, failures) from failures[0][1]
-    return returned
-
-
-def _hook_error(event: str, failures: Sequence[tuple[Plugin, Exception]]) -> UserError:
-    if len(failures) == 1 and isinstance(failures[0][1], ConfigError) and isinstance(failures[0][0], Callback):
-        return failures[0][1]
-    raised = [f"{event} of {who(plugin)} raised {describe(error)}." for plugin, error in failures]
-    callbacks = ", ".join(plugin.name for plugin, _ in failures if isinstance(plugin, Callback))
-    names = ",".join(plugin.name for plugin, _ in failures if not isinstance(plugin, Callback))
-    remedies = [f"To run without it: {DISABLE_VARIABLE}={names}"] if names else []
-    remedies += [f"To run without it, remove {callbacks} from the config."] if callbacks else []
-    return PluginHookError("\n".join([*raised, *remedies]))
-
-
-@contextmanager
-def run_events(run: Run, manager: PluginManager) -> Iterator[None]:
-    """Report the start and the end of a run, which is the block, to the plugins; the end with its error if there is one."""
-    call_event(manager, "rlcore_run_started", run=run)
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        call_event(manager, "rlcore_run_finished", run=run, error=error)
 
 
 _OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")

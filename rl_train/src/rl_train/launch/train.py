@@ -28,8 +28,8 @@ from rl_train.config.schedules import schedule_changes
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
-from rl_train.control import add_callbacks, callbacks_of, keep_state
-from rl_train.launch.session import Session, call_event, open_session, run_events
+from rl_train.control import add_callbacks, call_event, callbacks_of, keep_state, run_events
+from rl_train.launch.session import Session, open_session
 from rl_train.metrics.console import ConsoleLogger, SamplePrinter
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import progress_file, reported_start

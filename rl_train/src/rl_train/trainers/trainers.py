@@ -39,9 +39,8 @@ from rl_train.config.rules.rollouts import own_weights_refused
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
-from rl_train.control import add_callbacks, keep_state
+from rl_train.control import add_callbacks, call_event, keep_state, run_events
 from rl_train.data.processors import load_policy_tokenizer, with_text_settings
-from rl_train.launch.session import call_event, run_events
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions

@@ -5,8 +5,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from rl_backends_base.checkpoint_names import CheckpointNames
 from rl_core.errors import WeightSyncError
-from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.manifest import manifest_of, weights_of
 
 SIZES = {
