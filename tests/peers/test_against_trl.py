@@ -35,10 +35,10 @@ from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.kto import mismatched_rows
 from rl_train.algorithms.losses import config as pairs
 from rl_train.algorithms.losses import config as pg
+from rl_train.algorithms.losses.config import GMPOLossConfig, SAPOLossConfig, VESPOLossConfig
 from rl_train.algorithms.losses.kl import sampling_weights
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, KTOLossFn, ORPOLossFn, SimPOLossFn
-from rl_train.algorithms.losses.trust_region_configs import GMPOLossConfig, SAPOLossConfig, VESPOLossConfig
 from rl_train.algorithms.losses.trust_regions import GMPOLossFn, SAPOLossFn, VESPOLossFn
 from rl_train.algorithms.policy_configs import AdvantageConfig
 

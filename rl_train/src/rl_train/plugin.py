@@ -68,9 +68,7 @@ def rlcore_losses() -> list[Component]:
         _trust_region("sapo", "SAPO", "SAPO policy gradient: a sigmoid of the ratio instead of a clip"),
         _trust_region("gmpo", "GMPO", "GMPO policy gradient: the geometric mean of clipped ratios"),
         _trust_region("vespo", "VESPO", "VESPO policy gradient: a smooth weight of the ratio of the whole sequence"),
-        _trust_region(
-            "gspo_sequence", "GSPOSequence", "GSPO policy gradient with one advantage per sequence", config="config:GSPO"
-        ),
+        _trust_region("gspo_sequence", "GSPOSequence", "GSPO policy gradient with one advantage per sequence", config="GSPO"),
         _trust_region("clip_cov", "ClipCov", "Clip-Cov policy gradient: some tokens of high covariance have no gradient"),
         _trust_region("kl_cov", "KLCov", "KL-Cov policy gradient: a KL penalty on the tokens of highest covariance"),
         _preference("dpo", "DPO", "DPO preference loss against a reference policy; with label smoothing, cDPO"),
@@ -121,11 +119,11 @@ def _policy_gradient(name: str, config: str, summary: str) -> Component:
 
 
 def _trust_region(name: str, of: str, summary: str, *, config: str | None = None) -> Component:
-    """A policy gradient loss with a term of its own."""
+    """A policy gradient loss with another term than the clipped ratio."""
     return Component(
         name,
         target=f"rl_train.algorithms.losses.trust_regions:{of}LossFn",
-        config=f"rl_train.algorithms.losses.{config or f'trust_region_configs:{of}'}LossConfig",
+        config=f"rl_train.algorithms.losses.config:{config or of}LossConfig",
         summary=summary,
     )
 

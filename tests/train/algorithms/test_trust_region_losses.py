@@ -17,19 +17,17 @@ from rl_core.plugins import Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.losses.config import (
-    ClippedPGLossConfig,
-    GSPOLossConfig,
-    PolicyGradientLossConfig,
-)
-from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_train.algorithms.losses.trust_region_configs import (
     ClipCovLossConfig,
+    ClippedPGLossConfig,
     DPPOLossConfig,
     GMPOLossConfig,
+    GSPOLossConfig,
     KLCovLossConfig,
+    PolicyGradientLossConfig,
     SAPOLossConfig,
     VESPOLossConfig,
 )
+from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.losses.trust_regions import (
     ClipCovLossFn,
     DPPOLossFn,
@@ -105,7 +103,7 @@ def vespo(config, q, p, r, advantage, row):
 
 
 def gspo_sequence(config, q, p, r, advantage, row):
-    """Of the objective min(s A, clip(s) A) of a sequence, each of n tokens has one n-th of the gradient."""
+    """Each of the n tokens has one n-th of the gradient of the objective min(s A, clip(s) A)."""
     s = math.prod(each for each, _ in row) ** (1 / len(row))
     a = sum(each for _, each in row) / len(row)
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
@@ -501,7 +499,7 @@ def test_rows_without_advantages_are_only_computed_if_a_term_needs_them():
 
 
 REFUSED = {
-    "gmpo with a mean over tokens": (GMPOLossConfig, {"token_level_loss": True}, "remove token_level_loss"),
+    "gmpo with a mean over tokens": (GMPOLossConfig, {"token_level_loss": True}, "token_level_loss to false"),
     "vespo with weights of tokens": (VESPOLossConfig, {"use_importance_sampling_correction": True}, "set ratio_to: sampler"),
     "bounds in the wrong order": (ClipCovLossConfig, {"clip_cov_min": 6.0}, "must be below clip_cov_max"),
     "two corrections": (DPPOLossConfig, {"use_importance_sampling_correction": True}, "a second time"),

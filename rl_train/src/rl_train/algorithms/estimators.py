@@ -147,7 +147,7 @@ class MaximumLikelihoodEstimator(AdvantageEstimator):
     first term. The only success of a group has the advantage n - 1.
 
     Raises:
-        UserError: a reward is negative, so that their mean is no probability of success.
+        UserError: a reward is negative, so their mean cannot be a probability of success.
     """
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:

@@ -24,9 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.losses.means import LOG_RATIO_BOUND, row_means, row_sums, sequence_ratio
-from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn, PolicyGradientLossFn, Tokens
-from rl_train.algorithms.losses.trust_region_configs import (
+from rl_train.algorithms.losses.config import (
     ClipCovLossConfig,
     DPPOLossConfig,
     GMPOLossConfig,
@@ -34,6 +32,8 @@ from rl_train.algorithms.losses.trust_region_configs import (
     SAPOLossConfig,
     VESPOLossConfig,
 )
+from rl_train.algorithms.losses.means import LOG_RATIO_BOUND, row_means, row_sums, sequence_ratio
+from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn, PolicyGradientLossFn, Tokens
 
 _HIGH_COVARIANCE = "high_covariance"
 _Term = tuple[torch.Tensor, torch.Tensor | None]
