@@ -260,7 +260,7 @@ def test_a_prompt_that_is_too_long_is_not_cut_within_an_image(tokenizer, picture
 
 
 class Loader:
-    """Rows in place of a data loader."""
+    """Rows instead of a data loader."""
 
     def __init__(self, rows):
         self.rows = rows

@@ -150,7 +150,7 @@ ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solutio
 _RESPONSES = ("response", "completion", "output")
 _IMAGES = ("images", "image")
 _LONGEST_PATH = 1024
-"""A longer text is no path; it may be a `data:` URL."""
+"""Longer texts are not paths; they may be `data:` URLs."""
 SAMPLING, SUPERVISED, PAIRS, LABELLED = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto"), ("kto",)
 
 
@@ -415,7 +415,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _has_images(row: Row) -> bool:
-    """Whether a row has images in a field of its own or in messages."""
+    """Whether a row has images in its own field or in messages."""
     talks = [value for value in row.values() if _is_conversation(value)]
     contents = [message["content"] for talk in talks for message in talk if isinstance(message.get("content"), list)]
     kinds = {part.get("type") for content in contents for part in content if isinstance(part, Mapping)}

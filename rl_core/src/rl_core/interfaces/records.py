@@ -132,7 +132,7 @@ def messages_of(observation: Observation) -> list[Message]:
 
 
 def plain_text(content: Any) -> str:
-    """The text of a content, with `[image]` in place of images."""
+    """The text of a content, with `[image]` instead of images."""
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     return "".join(str(part.get("text", "[image]")) for part in parts)
 

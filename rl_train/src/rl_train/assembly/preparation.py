@@ -203,7 +203,7 @@ class Preparation:
             refuse_backends_without_images(run, self.registry, trains=self._datasets is None)
             refuse_other_image_processors(run, tokenizer)
 
-        if not hasattr(tokenizer, "image_reader"):  # trainers use theirs for several runs
+        if not hasattr(tokenizer, "image_reader"):  # a trainer has several runs with one tokenizer
             tokenizer.image_reader = ImageReader(run.policy.model_name, run.data.images, check)
         return tokenizer
 

@@ -163,7 +163,7 @@ def with_image_parts(content: Any, what: str) -> list[dict[str, Any]] | None:
         elif kind in ("text", "input_text") and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
-            raise DataError(f"{what} has a part {format_value(part)}: expected `type: text` with `text`, or `type: image`")
+            raise DataError(f"{what} has a part {format_value(part)}: expected a part of the type 'text' or 'image'")
     return parts
 
 
@@ -174,7 +174,7 @@ def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def texts_of(message: Mapping[str, Any], image: str | None = None) -> list[str]:
-    """The texts of a message in their order, with `image` in place of each image if it is given."""
+    """The texts of a message in their order, with `image` instead of each image if it is given."""
     content = message.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     return [text for part in parts if (text := part.get("text", image)) is not None]

@@ -304,7 +304,7 @@ def _reference(source: ImageSource, image: TextImage) -> dict[str, Any]:
 
 
 def with_images(text: str, images: Sequence[RowImage], tokenizer: Any) -> str:
-    """A rendered conversation with what stands for each image in place of what the template has written.
+    """A rendered conversation with what stands for each image instead of what the template has written.
 
     Raises:
         DataError: The template has not written each image once.
@@ -378,7 +378,7 @@ def decoded(content: Any, max_megapixels: int) -> Image:
             )
         frames = getattr(picture, "n_frames", 1)
         if frames > 1 and picture.format != "MPO":  # photos of some phones, whose first frame is the photo
-            raise DataError(f"it is animated or has several pages ({frames}): save the one to use as a file of its own")
+            raise DataError(f"it is animated or has several pages ({frames}): save one frame as a file")
         picture.load()
         return _as_rgb(ImageOps.exif_transpose(picture))
     except UnidentifiedImageError as error:

@@ -437,7 +437,7 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
 
 
 def _template_of_processor(name: str) -> str | None:
-    """The chat template of a model's processor, if it has one of its own, apart from that of the tokenizer."""
+    """The chat template of a model's processor, if it has one apart from that of the tokenizer."""
     file = published_file(name, "chat_template.json")
     return None if file is None else json.loads(file.read_text(encoding="utf-8")).get("chat_template")
 

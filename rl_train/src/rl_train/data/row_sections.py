@@ -44,8 +44,8 @@ class RowsConfig(DatasetConfig):
 
     images_key: str | None = Field(
         "images",
-        description="Field with the images of the row, a list or a single one. They belong to the parts `{type: image}` of the "
-        "messages without an image of their own, or in front of the first message of the user if there are none. With the "
+        description="Field with the images of the row, a list or a single one. They belong to the image parts of the "
+        "messages without an image, or in front of the first message of the user if there are none. With the "
         "default `images`, rows may lack the field, or have it as `image`; any other field must exist. null leaves it out.",
     )
 

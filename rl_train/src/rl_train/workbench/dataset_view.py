@@ -214,7 +214,7 @@ class _RowMeasure:
         )
 
     def _text(self, log: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a row, with the size of each image in place of its tokens."""
+        """The text of a row, with the size of each image instead of its tokens."""
         tokens = [token for message in log for token in message["token_ids"].tolist()]
         text, end = "", 0
         parts = image_parts(log)
