@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig
-from rl_backends_hf.model import MAPPINGS, load_model, model_without_weights
+from rl_backends_hf.model import auto_class, load_model, model_without_weights
 from rl_core.backend import exact_attention
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NotSupportedError, UserError, WorkerError
@@ -107,7 +107,7 @@ def test_the_default_attention_of_every_family_equals_its_eager_attention():
             config = tiny_config(family)
             if config is None:
                 continue
-            attention = exact_attention(config, MAPPINGS["tokens"].get(type(config), None))
+            attention = exact_attention(config, auto_class(config, "tokens")[1])
             eager, default = (
                 AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name).eval()
                 for name in ("eager", attention)
