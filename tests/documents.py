@@ -36,6 +36,7 @@ def blocks(page, language):
 MODULES = {
     "my_agents/adder.py": blocks("docs/agents.md", "python")[0],
     "my_package/my_environment.py": "\n".join(blocks("docs/environments.md", "python")),
+    "my_samplers.py": blocks("docs/curricula.md", "python")[0],
     "my_callbacks.py": blocks("docs/callbacks.md", "python")[0],
     "my_rewards.py": blocks("docs/rewards.md", "python")[0] + "\n\ncorrect = exact = short\n",
     "my_tools.py": "\n".join(blocks("docs/tools.md", "python")),

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_backends_base.microbatches import MicrobatchRows, outside_sets, padded_input
-from rl_backends_base.token_choice import MOST_SET_IDS, SamplingParameters, next_tokens
+from rl_backends_base.token_choice import SamplingParameters, next_tokens
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import SETS, SampledSets, joined_sets, kept_tokens, select_sets
+from rl_core.data.generation_io import MOST_SET_IDS, SETS, SampledSets, joined_sets, kept_tokens, select_sets
 from rl_core.errors import DataError
 
 PARAMETERS = st.builds(

@@ -210,7 +210,7 @@ def test_answers_with_a_label_of_any_form_are_recognized(label):
     assert (form.algorithms, form.keys) == (("kto",), {})
 
 
-def test_a_label_with_another_name_is_asked_for_and_read(tmp_path):
+def test_a_label_with_another_name_is_requested_and_read(tmp_path):
     rows = [{"query": "1+1=", "response": "2", "answer": "true"}, {"query": "2+2=", "response": "5", "answer": "false"}] * 2
     path, new = write(tmp_path / "feedback.jsonl", rows), tmp_path / "new"
     refused = rlcore("init", path, "--model", MODEL, "--output", new)

@@ -14,13 +14,8 @@ from rl_core.plugins import Control
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic import ArithmeticDataset
 from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
-from rl_train.algorithms.losses.config import (
-    CISPOLossConfig,
-    ClippedPGLossConfig,
-    DPOLossConfig,
-    DrGRPOLossConfig,
-    GSPOLossConfig,
-)
+from rl_train.algorithms.losses.config import CISPOLossConfig, ClippedPGLossConfig, DrGRPOLossConfig, GSPOLossConfig
+from rl_train.algorithms.losses.preference_configs import DPOLossConfig
 from rl_train.control import EarlyStopping
 from rl_train.errors import PluginHookError
 from rl_train.launch.train import train

@@ -33,8 +33,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.kto import mismatched_rows
-from rl_train.algorithms.losses import config as pairs
 from rl_train.algorithms.losses import config as pg
+from rl_train.algorithms.losses import preference_configs as pairs
 from rl_train.algorithms.losses.config import GMPOLossConfig, SAPOLossConfig, VESPOLossConfig
 from rl_train.algorithms.losses.kl import sampling_weights
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn

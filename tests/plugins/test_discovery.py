@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.plugins.component import version_of
+from rl_core.plugins.requirements import version_of
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "grpo_addition.yaml")
 OURS = {"core", "train", "rlcore", "hf", "envs"}

@@ -28,7 +28,7 @@ CONTEXT = {"docs/evaluation.md": {"env": {"math": {}, "arithmetic": {}}}}
 INSTALLED = {"acme_game": "guess"}
 """Plugins that a page makes up, and the component that takes their place."""
 FIELDS = "question prompt expected_answer answer chosen completion instruction_id_list kwargs initial_count expected_count"
-ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3", "label": True}
+ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3", "label": True, "level": 1}
 """The row of every data file."""
 
 

@@ -25,20 +25,10 @@ from packaging.version import Version
 
 import rl_core.plugins
 from rl_core.errors import PluginError, UnknownComponentError, UserError
-from rl_core.plugins.component import (
-    Component,
-    Kind,
-    Plugin,
-    RequirementCheck,
-    Status,
-    check_requirements,
-    did_you_mean,
-    is_path,
-    unmet_needs,
-    version_of,
-)
+from rl_core.plugins.component import Component, Kind, Plugin, Status, did_you_mean, is_path
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import RequirementCheck, check_requirements, unmet_needs, version_of
 from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import Overrides, counted
 from rlcore_cli.check_plugin import problems_of

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_core.plugins.component import Kind, Plugin, Registration, unmet_needs
+from rl_core.plugins.component import Kind, Plugin, Registration
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import AsJson, counted
 from rlcore_cli.check_plugin import problems_of

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from rl_core.config.schema import GenerationConfig
-from rl_core.data.generation_io import SETS, mix, shift_right
+from rl_core.data.generation_io import MOST_SET_IDS, SETS, mix, shift_right
 from rl_core.errors import DataError
 
 _BLOCK: Final = 256
@@ -25,8 +25,6 @@ LIKELY_TOKENS: Final = "top_logprobs"
 """Option of a row: the number of most likely tokens to report at each position."""
 STOP_TOKENS: Final = "stop_token_ids"
 """Option of a row: tokens that end it, in addition to the engine's."""
-MOST_SET_IDS: Final = 1024
-"""Largest set of kept tokens that is returned as ids; a larger one is a bit mask."""
 ROW_OPTIONS: Final = (
     *(LIKELY_TOKENS, SETS, STOP_TOKENS, "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

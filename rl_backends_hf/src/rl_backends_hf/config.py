@@ -13,7 +13,7 @@ from rl_backends_hf.model_options import LoRAConfig as LoRAConfig
 from rl_backends_hf.static_checks import model_problems, target_problems
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, TokenizerConfig
-from rl_core.plugins.component import unmet_needs
+from rl_core.plugins.requirements import unmet_needs
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunSections

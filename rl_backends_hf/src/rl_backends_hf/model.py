@@ -50,7 +50,7 @@ def auto_class(config: PretrainedConfig, head: Head) -> tuple[Any, type[PreTrain
     kind = type(config)
     if head == "scalar":
         return AutoModelForSequenceClassification, _CLASSIFIERS.get(kind, None)
-    # A config of a family with both has the name of its own class; that of the language model alone is another class.
+    # A config of a family with both names the class with the tower; that of the language model alone names another.
     if kind in _VISION and (kind not in _CAUSAL or _VISION[kind].__name__ in (config.architectures or ())):
         return AutoModelForImageTextToText, _VISION[kind]
     return AutoModelForCausalLM, _CAUSAL.get(kind, None)

@@ -90,7 +90,7 @@ def rlcore_losses() -> list[Component]:
         Component(
             "bradley_terry",
             target="rl_train.algorithms.losses.supervised:BradleyTerryLossFn",
-            config="rl_train.algorithms.losses.config:BradleyTerryLossConfig",
+            config="rl_train.algorithms.losses.preference_configs:BradleyTerryLossConfig",
             summary="Bradley-Terry loss on the scores of a reward model, with margins",
         ),
         Component(
@@ -133,7 +133,7 @@ def _preference(name: str, of: str, summary: str) -> Component:
     return Component(
         name,
         target=f"rl_train.algorithms.losses.supervised:{of}LossFn",
-        config=f"rl_train.algorithms.losses.config:{of}LossConfig",
+        config=f"rl_train.algorithms.losses.preference_configs:{of}LossConfig",
         summary=summary,
     )
 

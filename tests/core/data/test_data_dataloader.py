@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError
 from rl_train.data import processors
 from rl_train.data.dataloader import BatchedDataLoader, epoch_order
+from rl_train.data.tasks import TaskChoice
 
 SETTINGS = st.fixed_dictionaries(
     {"batch_size": st.integers(1, 5), "shuffle": st.booleans(), "drop_last": st.booleans(), "seed": st.integers(0, 3)}
@@ -145,6 +146,6 @@ def test_a_row_is_tokenized_once_while_its_tokens_are_kept(monkeypatch):
         tokenized.append(idx)
         return {"message_log": [], "length": 4, "loss_multiplier": 1.0, "idx": idx}
 
-    rows = processors.TokenizedRows([{"messages": []}] * 4, process, tasks=processors.TaskChoice())
+    rows = processors.TokenizedRows([{"messages": []}] * 4, process, tasks=TaskChoice())
     assert [rows[index]["idx"] for index in (0, 1, 0, 1, 2, 1, 0)] == [0, 1, 0, 1, 2, 1, 0]
     assert tokenized == [0, 1, 2, 0]  # two rows of four tokens are kept, each with the memory of 280 more

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossType
 from rl_train.algorithms.kto import mismatched_rows
-from rl_train.algorithms.losses.config import KTOLossConfig
+from rl_train.algorithms.losses.preference_configs import KTOLossConfig
 from rl_train.algorithms.losses.supervised import KTOLossFn
 
 WITHIN = 1e-6

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossType
-from rl_train.algorithms.losses.config import DPOLossConfig, HingeLossConfig, IPOLossConfig, ORPOLossConfig, SimPOLossConfig
+from rl_train.algorithms.losses.preference_configs import (
+    DPOLossConfig,
+    HingeLossConfig,
+    IPOLossConfig,
+    ORPOLossConfig,
+    SimPOLossConfig,
+)
 from rl_train.algorithms.losses.supervised import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
 
 LOSSES = {

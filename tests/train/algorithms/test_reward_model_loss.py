@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossType
-from rl_train.algorithms.losses.config import BradleyTerryLossConfig
+from rl_train.algorithms.losses.preference_configs import BradleyTerryLossConfig
 from rl_train.algorithms.losses.supervised import BradleyTerryLossFn
 from rl_train.algorithms.rm import mask_to_last_tokens
 

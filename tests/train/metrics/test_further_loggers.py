@@ -19,9 +19,9 @@ import pytest
 from written_metrics import mlflow_run, scalars, written_wandb_rows
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.plugins.component import unmet_needs
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.loader import load_config
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.metrics import logger as wandb_module

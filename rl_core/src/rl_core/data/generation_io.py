@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling", "images")
 _TEMPERATURE = frozenset({"temperature", "top_p", "top_k"})
 SETS = "sampled_sets"
+MOST_SET_IDS = 1024
+"""Largest set of kept tokens that is held as ids; a larger one is a bit mask."""
 
 
 class SampledSets(TypedDict):

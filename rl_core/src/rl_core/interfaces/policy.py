@@ -414,13 +414,10 @@ class LossFunction(ABC):
         return None
 
     def batch_columns(self, data: BatchedDataDict[Any]) -> Mapping[str, torch.Tensor]:
-        """Columns of `required_keys` that the loss computes from all rows of a step; none by default.
+        """Columns of `required_keys` that the loss computes from `data`, all rows of a step; none by default.
 
         `rl_train.step.optimize` calls it once per step, in the driver. So a loss may depend on statistics of the batch, and
         microbatches and ranks do not change the result.
-
-        Args:
-            data: all rows of the step, with all their columns.
         """
         return {}
 

@@ -23,18 +23,8 @@ from packaging.utils import canonicalize_name
 
 from rl_core.errors import BrokenPluginError, PluginError
 from rl_core.plugins import hookspecs
-from rl_core.plugins.component import (
-    Component,
-    KnownComponent,
-    Plugin,
-    Registration,
-    Status,
-    check_one_of,
-    check_requirements,
-    describe,
-    did_you_mean,
-    version_of,
-)
+from rl_core.plugins.component import Component, KnownComponent, Plugin, Registration, Status, describe, did_you_mean
+from rl_core.plugins.requirements import check_one_of, check_requirements, version_of
 
 ENTRY_POINT_GROUP = "rl_core.plugins"
 DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"

@@ -14,10 +14,11 @@ from rl_core.config.section import Section
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import LossFunction, TrainableInterface, WeightTransport
-from rl_core.plugins.component import Kind, Plugin, unmet_needs
+from rl_core.plugins.component import Kind, Plugin
 from rl_core.plugins.component import Status as PluginStatus
 from rl_core.plugins.manager import HEAVY_MODULES, PluginManager, discover
 from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 from rl_core.testing.promises import Conformance, Found, promise, run_elsewhere
 
 _CONTRACTS: dict[Kind, tuple[type, type[BaseModel]]] = {

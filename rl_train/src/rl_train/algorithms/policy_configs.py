@@ -16,11 +16,11 @@ from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import (
     MAX_KL_ERROR,
     ClippedPGLossConfig,
-    FeedbackLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
     PolicyGradientLossConfig,
 )
+from rl_train.algorithms.losses.preference_configs import FeedbackLossConfig
 from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig, RunConfig, TrainingPlan
 

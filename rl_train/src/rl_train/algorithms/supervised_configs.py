@@ -8,13 +8,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rl_core.config.diagnostics import KeyPath
-from rl_train.algorithms.losses.config import (
-    DistillationLossConfig,
-    FeedbackLossConfig,
-    KTOLossConfig,
-    NLLLossConfig,
-    PolicyGradientLossConfig,
-)
+from rl_train.algorithms.losses.config import DistillationLossConfig, NLLLossConfig, PolicyGradientLossConfig
+from rl_train.algorithms.losses.preference_configs import FeedbackLossConfig, KTOLossConfig, PreferenceLossConfig
 from rl_train.algorithms.policy_configs import RolloutAlgorithmConfig
 from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.config.rules.components import validates
@@ -109,7 +104,7 @@ class KTOConfig(AlgorithmConfig):
         return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        if isinstance(run.loss_fn, PolicyGradientLossConfig | NLLLossConfig | FeedbackLossConfig):
+        if isinstance(run.loss_fn, PolicyGradientLossConfig | NLLLossConfig | PreferenceLossConfig):
             yield ("loss_fn", "name"), f"{run.loss_fn.name} does not use the labels of answers. Remove it, or use kto."
 
 

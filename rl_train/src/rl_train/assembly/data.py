@@ -25,7 +25,6 @@ from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
     TokenizedRows,
     check_processor_result,
-    choose_tasks,
     conversation_datum,
     preference_datum,
     prompt_datum,
@@ -33,6 +32,7 @@ from rl_train.data.processors import (
 )
 from rl_train.data.records import SKIP_BAD_ROWS, BadRow, BadRowError, BadRowsError, bad_row_lines, load_function
 from rl_train.data.row_sections import OnBadRow, OnTooLong
+from rl_train.data.tasks import choose_tasks
 from rl_train.errors import reporting_errors
 from rl_train.tools.task_tools import TaskTools
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from rl_train.data.messages import (
 from rl_train.data.records import BadRow, BadRowError
 from rl_train.data.row_sections import OnTooLong
 from rl_train.data.special_tokens import control_texts, keeps_text
+from rl_train.data.tasks import TaskChoice
 
 _ALWAYS_TOKENIZED = 1_000_000
 _CHARACTERS_PER_TOKEN = 100
@@ -447,88 +447,3 @@ def with_text_settings(tokenizer: Any, policy: PolicyConfig) -> Any:
     tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens
     tokenizer.parse_control_tokens = policy.tokenizer.parse_control_tokens
     return tokenizer
-
-
-_UNNAMED = (None, "default")
-"""Task names of records that name no task."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskChoice:
-    """The task of each record of a dataset: the one that the dataset or the record names, or the only task of the run.
-
-    Attributes:
-        fixed: task of all records; None if each record has its own.
-        known: tasks of the run; empty if nothing is scored, so that names are not checked.
-        replaced: name in the records that stands for the only task of the run.
-    """
-
-    fixed: str | None = None
-    known: Collection[str] = ()
-    replaced: str | None = None
-
-    def of_record(self, named: str | None) -> str | None:
-        """The task of a record that names this task, or none.
-
-        Raises:
-            DataError: the name conflicts with that of the first record.
-        """
-        if self.fixed is not None:
-            return self.fixed
-        if len(self.known) != 1:
-            return named
-        if named in self.known and self.replaced is not None:
-            raise DataError(
-                f"its task_name is {named!r}, but that of the first record is {self.replaced!r}, which `env` does not have. "
-                f"Add a section env.{self.replaced}, or correct the name"
-            )
-        return next(iter(self.known)) if named in (*_UNNAMED, self.replaced) else named
-
-    def check(self, task: str | None) -> None:
-        """Check that the task of a row has an environment.
-
-        Raises:
-            DataError: it has none.
-        """
-        if not self.known or task in self.known:
-            return
-        tasks = ", ".join(self.known)
-        if task in _UNNAMED:
-            raise DataError(
-                f"it has no task_name, and `env` has several tasks ({tasks}): set `task_name` in the section of the dataset, "
-                "or in each record"
-            )
-        raise DataError(
-            f"its task_name is {task!r}, but `env` has no such task. Tasks in `env`: {tasks}. Add a section env.{task}, or "
-            "correct the name"
-        )
-
-
-def choose_tasks(records: Any, *, fixed: str | None, known: Collection[str], name: str, component: str | None) -> TaskChoice:
-    """Choose how the records of a dataset get their tasks.
-
-    Args:
-        records: map-style dataset of records.
-        fixed: task that its section sets.
-        known: tasks of the run.
-        name: name of the dataset in warnings.
-        component: its component, whose records may name a task of that name; None if it has none.
-    """
-    if fixed is not None or len(known) != 1 or not len(records):
-        return TaskChoice(fixed=fixed, known=known)
-    try:
-        first = records[0].get("task_name")
-    except DataError:  # a bad row, which is reported or skipped when it is tokenized
-        first = None
-    if first in (*_UNNAMED, *known):
-        return TaskChoice(known=known)
-    if first != component:
-        _log.warning(
-            "the rows of %s name the task %r, which `env` does not have: its only task, %r, scores them. Set `task_name: %s` "
-            "in the section of the dataset if this is intended.",
-            name,
-            first,
-            *known,
-            *known,
-        )
-    return TaskChoice(known=known, replaced=first)

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
+from rl_core.data.generation_io import MOST_SET_IDS
 from rl_core.data.shared_prefix import MAX_SHARE
 from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
@@ -33,8 +34,6 @@ _LONE_LIBRARIES: Final = 460 * 2**20
 """The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
 _ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
 """The same of a process that has imported rlcore and no backend."""
-_MOST_SET_IDS: Final = 1024
-"""Largest set of kept tokens that is held as ids; see `SampledSets`."""
 Parts = Mapping[str, int]
 """Bytes by part, such as `weights` or `activations`."""
 
@@ -189,9 +188,9 @@ def _models(
         if planner is None:
             undescribed.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
             continue
-        train = None if model.frozen else microbatch(run, model, training=True)
-        scores = model.frozen or run.algorithm.runtime_needs.samples or extra_scored_rows(run)
-        score = microbatch(run, model, training=False) if scores else None
+        train, needs = None if model.frozen else microbatch(run, model, training=True), run.algorithm.runtime_needs
+        is_scored = model.frozen or needs.samples or needs.extra_scored_rows
+        score = microbatch(run, model, training=False) if is_scored else None
         if planner.shares_prefixes(on_gpu=on_gpu):
             train = with_shared_prefixes(run, train) if train is not None and not loss.allows_dropout else train
             score = None if score is None else with_shared_prefixes(run, score)
@@ -265,7 +264,7 @@ def _sets(run: RunConfig) -> dict[str, int]:
         return {}
     vocabulary: int = model.get_text_config(decoder=True).vocab_size
     largest = min(section.top_k or vocabulary, vocabulary)
-    words = largest if largest <= _MOST_SET_IDS else max(_MOST_SET_IDS, -(-vocabulary // 32) + 1)
+    words = largest if largest <= MOST_SET_IDS else max(MOST_SET_IDS, -(-vocabulary // 32) + 1)
     tokens = section.max_new_tokens * max(run.max_turns.values(), default=1)
     tokens = rows_of_step(run) * min(tokens, run.policy.max_total_sequence_length)
     return {"kept tokens": min(4 * (words + 1) * tokens, MOST_SET_BYTES)}
@@ -455,12 +454,6 @@ def rows_of_step(run: RunConfig) -> int:
     if needs.records is not None:
         return needs.records.records_per_step * (2 if needs.records.pairs else 1)
     return 1
-
-
-def extra_scored_rows(run: RunConfig) -> int:
-    """Number of rows that a step only scores, under the policy and the reference policy, over all ranks."""
-    records = run.algorithm.runtime_needs.records
-    return 0 if records is None else records.extra_scored_rows
 
 
 def longest_prompt(run: RunConfig) -> int:

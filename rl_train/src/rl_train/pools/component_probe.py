@@ -15,8 +15,9 @@ from typing import Any
 from rl_core.cluster.remote_actor import is_wrapped, plain_class
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
-from rl_core.plugins.component import Component, check_requirements, unmet_needs
+from rl_core.plugins.component import Component
 from rl_core.plugins.import_path import resolve
+from rl_core.plugins.requirements import check_requirements, unmet_needs
 from rl_core.testing.environments.checks import first_argument
 
 

@@ -61,7 +61,7 @@ class SampledTurn:
     token_versions: torch.Tensor | None = None
     """[T'] int64, the version of each token; None if all have `weight_version`."""
     sampled_sets: SampledSets | None = None
-    """Of the T' tokens, if they were requested."""
+    """The sets of the T' tokens, if they were requested."""
 
 
 class TurnSampler(ABC):

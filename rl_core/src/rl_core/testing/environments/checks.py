@@ -24,8 +24,9 @@ from rl_core.errors import ConfigError, DataError, WrongKindError
 from rl_core.event_loop import finished
 from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.records import messages_of
-from rl_core.plugins.component import Component, describe, unmet_needs
+from rl_core.plugins.component import Component, describe
 from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 from rl_core.testing.outputs.environment import checked_observation, metrics_checked, step_checked
 from rl_core.testing.promises import Found
 

@@ -80,7 +80,7 @@ class RightRow(NamedTuple):
     token_versions: list[int] | None
     """None if all tokens have `weight_version`."""
     sampled_sets: SampledSets | None
-    """Of the completion, if they were requested."""
+    """The sets of the completion's tokens, if they were requested."""
 
 
 def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInterface) -> RightRow | None:

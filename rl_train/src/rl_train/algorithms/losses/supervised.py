@@ -26,18 +26,18 @@ from torch.nn.functional import logsigmoid, relu, sigmoid
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType
-from rl_train.algorithms.losses.config import (
+from rl_train.algorithms.losses.config import NLLLossConfig
+from rl_train.algorithms.losses.means import row_means, row_sums, token_mean
+from rl_train.algorithms.losses.preference_configs import (
     BradleyTerryLossConfig,
     DPOLossConfig,
     HingeLossConfig,
     IPOLossConfig,
     KTOLossConfig,
-    NLLLossConfig,
     ORPOLossConfig,
     PreferenceLossConfig,
     SimPOLossConfig,
 )
-from rl_train.algorithms.losses.means import row_means, row_sums, token_mean
 
 
 class NLLLossFn(LossFunction):

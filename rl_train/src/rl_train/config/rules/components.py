@@ -8,8 +8,9 @@ from rl_core.config.diagnostics import KeyPath, Problem, dotted
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import ComponentSection
 from rl_core.errors import PluginError
-from rl_core.plugins.component import Capability, Component, Kind, Status, is_path, unmet_needs
+from rl_core.plugins.component import Capability, Component, Kind, Status, is_path
 from rl_core.plugins.import_path import missing_target
+from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.rules.models import MODELS, each_engine, each_model
 from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import LoggerConfig, RolloutConfig, RunConfig
