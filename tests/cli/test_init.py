@@ -207,10 +207,10 @@ def test_no_prompt_is_added_to_rows_that_ask_for_a_box(tmp_path, key):
 @pytest.mark.parametrize("label", [True, "false", 1])
 def test_answers_with_a_label_of_any_form_are_recognized(label):
     form = recognize([{"prompt": "1+1=", "completion": "2", "label": label}] * 3, "feedback.jsonl")
-    assert (form.algorithms, form.keys) == (("kto",), {})
+    assert (form.algorithms, form.keys) == (("kto",), {"label_key": "label"})
 
 
-def test_a_label_with_another_name_is_requested_and_read(tmp_path):
+def test_a_label_with_another_name_is_read_if_an_option_names_it(tmp_path):
     rows = [{"query": "1+1=", "response": "2", "answer": "true"}, {"query": "2+2=", "response": "5", "answer": "false"}] * 2
     path, new = write(tmp_path / "feedback.jsonl", rows), tmp_path / "new"
     refused = rlcore("init", path, "--model", MODEL, "--output", new)
@@ -221,7 +221,7 @@ def test_a_label_with_another_name_is_requested_and_read(tmp_path):
     assert done.returncode == 0, done.stderr
     read = yaml.safe_load((new / "config.yaml").read_text())["data"]["train"]
     keys = {"prompt_key": "query", "completion_key": "response", "label_key": "answer"}
-    assert {name: read[name] for name in ("dataset_name", *keys)} == {"dataset_name": "unpaired_preference", **keys}
+    assert {name: read[name] for name in ("dataset_name", *keys)} == {"dataset_name": "preference", **keys}
     wrong = rlcore("init", path, "--model", MODEL, "--question", "query", "--label", "answer")
     assert "Answers with a label need --question, --response and --label, without --answer." in wrong.stderr
 

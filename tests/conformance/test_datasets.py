@@ -43,8 +43,8 @@ class TestPreferences(DatasetConformance):
 
 
 class TestUnpairedPreferences(DatasetConformance):
-    component = "unpaired_preference"
-    config: ClassVar = {"path": str(ROWS / "labelled.jsonl")}
+    component = "preference"
+    config: ClassVar = {"path": str(ROWS / "labelled.jsonl"), "label_key": "label"}
     bad_rows: ClassVar = {"pairs.jsonl:1": {"path": str(ROWS / "pairs.jsonl")}}
 
 

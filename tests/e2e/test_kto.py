@@ -166,7 +166,7 @@ def test_a_batch_with_one_prompt_has_no_estimate_and_says_so(own_messages):
     [step] = trained(policy, [{"prompt": "1+1=", "completion": "2", "label": True}] * 2, max_num_steps=1)
     policy.shutdown()
     assert step["kto/kl"] == 0.0
-    assert any("a batch of 2 rows has only one prompt, so no KL is estimated from it" in text for text in own_messages())
+    assert any("a batch of 2 rows has fewer than two prompts, so no KL is estimated from it" in text for text in own_messages())
 
 
 def test_other_data_and_other_losses_are_refused():
@@ -176,9 +176,7 @@ def test_other_data_and_other_losses_are_refused():
     with pytest.raises(ConfigError, match="dpo does not use the labels of answers"):
         KTOTrainer(policy, loss_fn={"name": "dpo"})
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
-    with pytest.raises(
-        DataError, match=r"so it is a pair of answers. Read pairs with `dataset_name: preference` and `split_pairs"
-    ):
+    with pytest.raises(DataError, match=r"so it is a pair of answers. Remove `label_key`, and set `split_pairs"):
         KTOTrainer(policy).train(pairs)
     policy.shutdown()
 

@@ -163,8 +163,8 @@ def _check_matrices(parameters: Mapping[str, nn.Parameter], *, key: str) -> None
     if others:
         raise UserError(
             f"`{key}`: Muon updates matrices, but these parameters do not have two axes: {_some(others)}. Leave them to "
-            "another optimizer: a group of `optimizer.groups` with `name: torch.optim.Muon` and no `params` updates the matrices of layers with "
-            "Muon, and all other parameters with `optimizer.name`.",
+            "another optimizer: a group of `optimizer.groups` with `name: torch.optim.Muon` and no `params` updates "
+            "the matrices of layers with Muon, and all other parameters with `optimizer.name`.",
             key=key,
         )
 

@@ -80,7 +80,7 @@ def rlcore_losses() -> list[Component]:
             "ORPO",
             "ORPO preference loss: log odds ratio plus the likelihood of chosen answers, without a reference policy",
         ),
-        _preference("kto", "KTO", "KTO loss on labelled answers against a reference policy"),
+        _preference("kto", "KTO", "KTO loss on answers with a label against a reference policy"),
         Component(
             "distillation",
             target="rl_train.algorithms.losses.distillation:DistillationLossFn",
@@ -217,19 +217,16 @@ def rlcore_datasets() -> list[Component]:
         _dataset("jsonl", "Jsonl", "JSON lines: prompts, conversations or answers"),
         _dataset("parquet", "Parquet", "Parquet files: prompts, conversations or answers"),
         _dataset("huggingface", "HuggingFace", "Hugging Face datasets, on disk or from the hub: prompts or conversations"),
-        _dataset("preference", "Preference", "JSON lines: prompts with chosen and rejected answers"),
-        _dataset("preference_parquet", "ParquetPreference", "Parquet files: prompts with chosen and rejected answers"),
+        _dataset("preference", "Preference", "JSON lines: prompts with chosen and rejected answers, or with a labelled one"),
+        _dataset(
+            "preference_parquet",
+            "ParquetPreference",
+            "Parquet files: prompts with chosen and rejected answers, or with a labelled one",
+        ),
         _dataset(
             "preference_huggingface",
             "HuggingFacePreference",
-            "Hugging Face datasets, on disk or from the hub: prompts with chosen and rejected answers",
-        ),
-        _dataset("unpaired_preference", "UnpairedPreference", "JSON lines: answers with a label"),
-        _dataset("unpaired_preference_parquet", "ParquetUnpairedPreference", "Parquet files: answers with a label"),
-        _dataset(
-            "unpaired_preference_huggingface",
-            "HuggingFaceUnpairedPreference",
-            "Hugging Face datasets, on disk or from the hub: answers with a label",
+            "Hugging Face datasets, on disk or from the hub: prompts with chosen and rejected answers, or with a labelled one",
         ),
     ]
 
@@ -263,9 +260,8 @@ def rlcore_weight_transports() -> list[Component]:
 
 def _dataset(name: str, config: str, summary: str) -> Component:
     """A dataset of one record form from one kind of source."""
-    readers = {"UnpairedPreference": "preferences:UnpairedDataset", "Preference": "preferences:PreferenceDataset"}
-    reader = next((reader for form, reader in readers.items() if config.endswith(form)), "datasets:RecordDataset")
-    has_lines = config in ("Jsonl", *readers)
+    reader = "preferences:PreferenceDataset" if config.endswith("Preference") else "datasets:RecordDataset"
+    has_lines = config in ("Jsonl", "Preference")
     return Component(
         name,
         target=f"rl_train.data.{reader}",

@@ -82,9 +82,9 @@ def test_the_page_shows_rows_of_every_form():
 def test_every_config_of_the_page_is_valid_and_its_data_is_read(block, folder):
     config = {**BASE, **{key: {**BASE.get(key, {}), **section} for key, section in yaml.safe_load(block).items()}}
     config.setdefault("data", {"train": {"dataset_name": "jsonl", "path": "train.jsonl"}})
-    name = config["data"].get("train", {}).get("dataset_name", "")
-    if "preference" in name:
-        config["kto" if "unpaired" in name else "dpo"] = config.pop("sft")
+    train = config["data"].get("train", {})
+    if "preference" in train.get("dataset_name", ""):
+        config["kto" if "label_key" in train else "dpo"] = config.pop("sft")
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     registry = Registry(discover())
     run = load_config(folder / "config.yaml", registry=registry).run

@@ -144,7 +144,7 @@ def test_a_bad_row_is_named_with_its_line(read, row, says):
 
 
 def test_a_file_without_pairs_is_refused(read, tmp_path):
-    with pytest.raises(DataError, match="no pair to train on"):
+    with pytest.raises(DataError, match="no preference to train on"):
         read("")
     with pytest.raises(DataError, match="does not exist"):
         PreferenceDataset(PreferenceDatasetConfig(path=tmp_path / "absent.jsonl"))

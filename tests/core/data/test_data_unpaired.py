@@ -10,26 +10,21 @@ from test_data_sources import CONFIGS, Writer
 
 from rl_core.errors import DataError
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.dataset_config import (
-    HuggingFaceUnpairedPreferenceDatasetConfig,
-    ParquetUnpairedPreferenceDatasetConfig,
-    PreferenceDatasetConfig,
-    UnpairedPreferenceDatasetConfig,
-)
-from rl_train.data.preferences import PreferenceDataset, UnpairedDataset
+from rl_train.data.dataset_config import PreferenceDatasetConfig
+from rl_train.data.preferences import PreferenceDataset
 from rl_train.data.processors import unpaired_datum
 from rl_train.data.row_sections import OnTooLong
-from rl_train.rollouts.batches import UnpairedBatches
+from rl_train.rollouts.batches import TrainingBatches
 
 ROW = {"prompt": "2+2=", "completion": "4", "label": True}
 
 
 @pytest.fixture
 def read(tmp_path):
-    def reading(*rows, of=UnpairedDataset, config=UnpairedPreferenceDatasetConfig, **keys):
+    def reading(*rows, label_key="label", **keys):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return of(config(path=path, **keys))
+        return PreferenceDataset(PreferenceDatasetConfig(path=path, label_key=label_key, **keys))
 
     return reading
 
@@ -55,22 +50,12 @@ def test_every_form_of_the_label_of_an_undesirable_answer_is_false(read, label):
     assert read({**ROW, "label": label})[0]["label"] is False
 
 
-SOURCES = {
-    "jsonl": UnpairedPreferenceDatasetConfig,
-    "parquet": ParquetUnpairedPreferenceDatasetConfig,
-    "parquet_folder": ParquetUnpairedPreferenceDatasetConfig,
-    "saved": HuggingFaceUnpairedPreferenceDatasetConfig,
-    "saved_splits": HuggingFaceUnpairedPreferenceDatasetConfig,
-    "data_files": HuggingFaceUnpairedPreferenceDatasetConfig,
-}
-
-
 @pytest.mark.parametrize("source", CONFIGS)
 def test_every_source_gives_the_same_labelled_answers(source, tmp_path):
     rows = [{"ask": "1?", "info": {"said": "a", "good": True}}, {"ask": "2?", "info": {"said": "b", "good": None}}]
     keys, place = getattr(Writer(tmp_path), source)(rows)
     names = {"prompt_key": "ask", "completion_key": "info.said", "label_key": "info.good"}
-    dataset = UnpairedDataset(SOURCES[source](**keys, **names, on_bad_row="skip", system_prompt="Think."))
+    dataset = PreferenceDataset(CONFIGS[source][1](**keys, **names, on_bad_row="skip", system_prompt="Think."))
     assert [(record["prompt"], record["completion"], record["label"]) for record in dataset] == [
         ([said("system", "Think."), said("user", "1?")], [said("assistant", "a")], True)
     ]
@@ -84,15 +69,15 @@ def test_every_source_gives_the_same_labelled_answers(source, tmp_path):
     [
         ({"prompt": "a", "completion": "b"}, "the field 'label' is missing: the row has ['completion', 'prompt']"),
         ({"prompt": "a", "label": True}, "the field 'completion' is missing"),
-        ({"completion": "b", "label": True}, "the field 'prompt' is missing"),
+        ({"completion": "b", "label": True}, "there is no prompt: the row has ['completion', 'label'] but no 'prompt'"),
         ({**ROW, "label": "good"}, "the field 'label' is 'good': expected true or 1 for a desirable answer, false or 0"),
         ({**ROW, "label": 2}, "the field 'label' is 2: expected true or 1"),
         ({**ROW, "label": 0.5}, "the field 'label' is 0.5: expected true or 1"),
         ({**ROW, "label": [True]}, "the field 'label' is [True]: expected true or 1"),
-        ({**ROW, "completion": 4}, "the field 'completion', 4, is neither a text nor a list"),
-        ({**ROW, "completion": [ASKED]}, "the completion has no assistant message"),
+        ({**ROW, "completion": 4}, "the labelled answer 4 is neither a text nor a list"),
+        ({**ROW, "completion": [ASKED]}, "the labelled answer has no assistant message"),
         ({**ROW, "prompt": [said("system", "a")]}, "there is no prompt"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "`dataset_name: preference` and `split_pairs: true`"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Remove `label_key`, and set `split_pairs: true` or train with dpo"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line_field_and_remedy(read, row, says):
@@ -103,20 +88,36 @@ def test_a_bad_row_is_named_with_its_line_field_and_remedy(read, row, says):
     assert (len(skipping), skipping.skipped) == (1, 1)
 
 
-def test_labelled_answers_read_as_pairs_are_refused_with_the_dataset_to_use(read):
-    with pytest.raises(DataError, match="Read such rows with `dataset_name: unpaired_preference`, and train on them with kto"):
-        read(ROW, of=PreferenceDataset, config=PreferenceDatasetConfig)
+def test_labelled_answers_read_as_pairs_are_refused_with_the_key_to_set(read):
+    with pytest.raises(
+        DataError, match=r"so it is one answer with a label\. Set `label_key: label`, and train on such rows with"
+    ):
+        read(ROW, label_key=None)
 
 
 def test_split_pairs_makes_two_labelled_answers_of_each_pair(read):
     pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     ranked = {"prompt": "1?", "completions": [{"completion": name, "rank": rank} for rank, name in enumerate("ab")]}
-    dataset = read(pair, ranked, of=PreferenceDataset, config=PreferenceDatasetConfig, split_pairs=True)
+    dataset = read(pair, ranked, label_key=None, split_pairs=True)
     answers = [(record["prompt"][0]["content"], record["completion"][0]["content"], record["label"]) for record in dataset]
     assert answers == [("2+2=", "4", True), ("2+2=", "5", False), ("1?", "a", True), ("1?", "b", False)]
     assert dataset.config.kind_of_records == "unpaired"
-    with pytest.raises(ValueError, match="split_pairs separates the two answers, so margin_key has no effect"):
-        PreferenceDatasetConfig(path="rows.jsonl", split_pairs=True, margin_key="lead")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"split_pairs": True, "margin_key": "lead"},
+            "answers with a label, so margin_key would have no effect",
+        ),
+        ({"label_key": "label", "chosen_key": "a", "split_pairs": True}, "so chosen_key, split_pairs would have no effect"),
+        ({"completion_key": "said"}, "rows become pairs, as label_key is not set, so completion_key would have no effect"),
+    ],
+)
+def test_keys_of_the_other_kind_of_rows_are_refused(keys, says):
+    with pytest.raises(ValueError, match=says):
+        PreferenceDatasetConfig(path="rows.jsonl", **keys)
 
 
 def test_the_result_of_a_function_has_the_same_fields_and_excludes_keys(read, monkeypatch):
@@ -124,8 +125,8 @@ def test_the_result_of_a_function_has_the_same_fields_and_excludes_keys(read, mo
     monkeypatch.setitem(sys.modules, "votes", function)
     [record] = read({"q": "2+2=", "a": "5", "votes": -3}, record_fn="votes.made")
     assert (record["completion"][0]["content"], record["label"]) == ("5", False)
-    with pytest.raises(ValueError, match="record_fn creates the records, so label_key would have no effect"):
-        read(ROW, record_fn="votes.made", label_key="votes")
+    with pytest.raises(ValueError, match="record_fn creates the records, so completion_key would have no effect"):
+        read(ROW, record_fn="votes.made", completion_key="a")
 
 
 def datum(completion, label, **options):
@@ -136,7 +137,7 @@ def datum(completion, label, **options):
 def test_only_the_answer_is_trained_and_the_label_is_a_column():
     datums = [datum("xyz", True), datum("w", False), datum("longer", False, max_length=5)]
     loader = BatchedDataLoader(datums, batch_size=3, shuffle=False, collate=list)
-    rows = UnpairedBatches(loader, pad_token_id=0).next_batch()
+    rows = TrainingBatches(loader, pad_token_id=0).next_batch()
     assert rows["token_mask"].tolist()[:2] == [[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0]]
     assert rows["desirable"].tolist() == [1.0, 0.0, 0.0]
     assert rows["sample_mask"].tolist() == [1.0, 1.0, 0.0]

@@ -227,7 +227,7 @@ KTO = """
     kto: {}
     policy: {backend: hf, model_name: some/model}
     data:
-      train: {dataset_name: unpaired_preference, path: pairs.jsonl}
+      train: {dataset_name: preference, path: pairs.jsonl, label_key: label}
 """
 LABELLED = '{"prompt": "1+1?", "completion": "2", "label": true}\n'
 
@@ -235,25 +235,26 @@ LABELLED = '{"prompt": "1+1?", "completion": "2", "label": true}\n'
 def test_labelled_answers_and_pairs_are_refused_by_the_algorithms_of_each_other(files):
     files.write(PAIR, "pairs.jsonl")
     [error] = files.errors(KTO)
-    assert error.startswith("config.yaml:4:25: data.train.dataset_name: pairs.jsonl:1: the field 'label' is missing")
-    assert "so it is a pair of answers. Read pairs with `dataset_name: preference` and `split_pairs: true`" in error
-    [error] = files.errors(KTO.replace("unpaired_preference", "preference"))
+    assert error.startswith("config.yaml:4:67: data.train.label_key: pairs.jsonl:1: the field 'label' is missing")
+    assert error.endswith("is a pair of answers. Remove `label_key`, and set `split_pairs: true` or train with dpo")
+    [error] = files.errors(KTO.replace(", label_key: label", ""))
     assert error == (
         "config.yaml:4:25: data.train.dataset_name: preference has pairs of a chosen and a rejected answer, but kto needs "
-        "answers with a label. Set `split_pairs: true`, which makes two labelled answers of each pair, or train with dpo."
+        "answers with a label. Set `label_key` if rows have one answer and a label; `split_pairs: true` makes two such answers "
+        "of each pair."
     )
-    split = KTO.replace("unpaired_preference,", "preference, split_pairs: true,")
+    split = KTO.replace("label_key: label", "split_pairs: true")
     assert files.load(split).run.data.train.kind_of_records == "unpaired"
     [error] = files.errors(split.replace("kto:", "dpo:"))
     assert "data.train.dataset_name: preference has answers with a label, but dpo needs pairs of a chosen" in error
     files.write(LABELLED, "pairs.jsonl")
     assert files.load(KTO).run.algorithm_name == "kto"
     [error] = files.errors(KTO.replace("kto:", "dpo:"))
-    assert error.endswith("`preference` reads pairs from JSON lines. Answers with a label are trained by kto.")
+    assert error.endswith("Remove `label_key` and `split_pairs` if rows are pairs, or train with kto.")
     [error] = files.errors(DPO)
-    assert "so it is one answer with a label. Read such rows with `dataset_name: unpaired_preference`" in error
+    assert "so it is one answer with a label. Set `label_key: label`, and train on such rows with kto" in error
     [error] = files.errors(KTO.replace("kto:", "sft:"))
-    assert "unpaired_preference has answers with a label, but sft needs prompts or conversations" in error
+    assert "preference has answers with a label, but sft needs prompts or conversations" in error
 
 
 @pytest.mark.parametrize("name", ["nll", "clipped_pg", "dpo", "orpo"])
@@ -273,11 +274,11 @@ def test_the_loss_of_kto_is_refused_by_algorithms_on_pairs(files, algorithm, say
     assert any(f"loss_fn.name: {says}" in error for error in errors)
 
 
-@pytest.mark.parametrize("weights", ["{desirable_weight: -1}", "{desirable_weight: 0, undesirable_weight: 0}"])
-def test_weights_of_kto_that_leave_no_loss_are_refused(files, weights):
+@pytest.mark.parametrize("key", ["desirable_weight", "undesirable_weight", "reference_policy_kl_penalty"])
+def test_numbers_of_kto_must_be_above_zero(files, key):
     files.write(LABELLED, "pairs.jsonl")
-    [error] = files.errors(f"{KTO}    loss_fn: {weights}\n")
-    assert "loss_fn" in error
+    [error] = files.errors(f"{KTO}    loss_fn: {{{key}: 0}}\n")
+    assert f"loss_fn.{key}: " in error
 
 
 def test_supervised_training_on_pairs_is_refused(files):

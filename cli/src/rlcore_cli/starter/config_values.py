@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rl_core.errors import ConfigError
 from rl_train.files import format_size
 from rlcore_cli.arguments import counted
-from rlcore_cli.starter.data_file import LABELLED, PAIRS, RowFormat
+from rlcore_cli.starter.data_file import PAIRS, RowFormat
 from rlcore_cli.starter.reward_files import reward_function
 
 if TYPE_CHECKING:
@@ -52,9 +52,6 @@ COMMENTS = {
     "logger.run_name": "name of the folder in `runs`",
 }
 """Comment of each key; a key that the config does not have has no effect."""
-
-_READERS: Final = {PAIRS: "preference", LABELLED: "unpaired_preference"}
-"""Dataset that reads JSON Lines, by the algorithms of a format; that of Parquet files has the suffix `_parquet`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +265,9 @@ def _data(starter: Starter) -> dict[str, Any]:
 def _dataset(starter: Starter, source: Mapping[str, Any]) -> dict[str, Any]:
     keys = dict(starter.form.keys)
     name = source["dataset_name"]
-    if (reader := _READERS.get(starter.form.algorithms)) is not None:
-        name = {"jsonl": reader, "parquet": f"{reader}_parquet"}[name]
-        keys |= {"split_pairs": True} if (reader, starter.algorithm) == ("preference", "kto") else {}
+    if starter.algorithm in PAIRS:
+        name = {"jsonl": "preference", "parquet": "preference_parquet"}[name]
+        keys |= {"split_pairs": True} if starter.algorithm == "kto" and "label_key" not in keys else {}
     if starter.algorithm == "sft" and starter.form.response_key is not None:
         keys |= {"response_key": starter.form.response_key, "output_key": None}
     elif starter.algorithm == "sft" and "record_fn" not in keys and keys.get("input_key") == "messages":

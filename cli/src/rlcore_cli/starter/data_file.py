@@ -151,7 +151,7 @@ _RESPONSES = ("response", "completion", "output")
 _IMAGES = ("images", "image")
 _LONGEST_PATH = 1024
 """Longer texts are not paths; they may be `data:` URLs."""
-SAMPLING, SUPERVISED, PAIRS, LABELLED = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto"), ("kto",)
+SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,12 +289,9 @@ def _pairs(
 
 
 def _labelled(prompt: str, completion: str, label: str) -> RowFormat:
-    keys = {"prompt_key": prompt, "completion_key": completion, "label_key": label}
-    return RowFormat(
-        name=f"a prompt with an answer ({completion}) and a label ({label})",
-        algorithms=LABELLED,
-        keys={key: name for key, name in keys.items() if key != f"{name}_key"},
-    )
+    keys = {"prompt_key": prompt, "completion_key": completion}
+    named = {key: name for key, name in keys.items() if key != f"{name}_key"} | {"label_key": label}
+    return RowFormat(name=f"a prompt with an answer ({completion}) and a label ({label})", algorithms=("kto",), keys=named)
 
 
 def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:

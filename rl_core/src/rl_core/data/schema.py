@@ -84,20 +84,9 @@ _TABLE = (
     ),
     _rows("margins", "float32", "reward", "data", "Required score margin of a pair's chosen row; the same in both rows."),
     _rows("desirable", "float32", "", "data", "1 if the label of the answer is desirable, 0 if it is undesirable."),
+    _rows("kl_estimates", "float32", _NATS, "algorithms", "KL to the reference policy, estimated from all rows; equal in all."),
     _rows(
-        "kl_estimates",
-        "float32",
-        _NATS,
-        "algorithms",
-        "KL of an answer to the reference policy, estimated from all rows of a step; the same in all of them.",
-    ),
-    _rows(
-        "accuracies",
-        "float32",
-        "",
-        "algorithms",
-        "Fraction of the answers with the other label that have a lower reward than a desirable answer, or a higher one than "
-        "an undesirable answer; in validation only.",
+        "accuracies", "float32", "", "algorithms", "Fraction of answers with the other label that the reward orders correctly."
     ),
     _tokens("values", "float32", "reward", "value model", "Output of the scalar head after each token."),
     _tokens("prev_values", "float32", "reward", "value model", "`values` before this step."),

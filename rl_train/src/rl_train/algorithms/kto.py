@@ -53,7 +53,7 @@ def add_accuracies(run: Run, batch: Batch) -> None:
 
 
 def _below(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The fraction of `others` [M] that are below each of `rewards` [B]; equal ones count half."""
+    """[B] the fraction of `others` [M] below each of `rewards` [B]; equal ones count half."""
     ordered = others.sort().values
     counts = torch.searchsorted(ordered, rewards - TIE) + torch.searchsorted(ordered, rewards + TIE, right=True)
     return counts / (2.0 * len(others))
@@ -68,7 +68,9 @@ def add_estimates(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     add_logprobs(run, batch, also)
     rows, kl = mismatched_rows(batch, max_length=run.config.policy.max_total_sequence_length), 0.0
     if rows is None:
-        _log.warning("a batch of %d rows has only one prompt, so no KL is estimated from it, and it counts as 0", batch.size)
+        _log.warning(
+            "a batch of %d rows has fewer than two prompts, so no KL is estimated from it, and it counts as 0", batch.size
+        )
     else:
         add_logprobs(run, rows, also=("prev_logprobs",))
         kl = float(row_sums(rows["prev_logprobs"] - rows[REFERENCE], rows["token_mask"]).double().mean().clamp(min=0.0))

@@ -20,7 +20,7 @@ from rl_train.algorithms.losses.config import (
     NLLLossConfig,
     PolicyGradientLossConfig,
 )
-from rl_train.algorithms.losses.preference_configs import FeedbackLossConfig
+from rl_train.algorithms.losses.preference_configs import KTOLossConfig, PreferenceLossConfig
 from rl_train.config.algorithm import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig, RunConfig, TrainingPlan
 
@@ -135,11 +135,11 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
         yield from self._shaping_conflicts(run)
 
     def _loss_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        if isinstance(run.loss_fn, FeedbackLossConfig):
+        if isinstance(run.loss_fn, PreferenceLossConfig | KTOLossConfig):
+            needed = "answers with a label" if isinstance(run.loss_fn, KTOLossConfig) else "pairs of answers"
             yield (
                 ("loss_fn", "name"),
-                f"{run.loss_fn.name} needs {run.loss_fn.trained_on}, but {run.algorithm_name} trains on rewards. Use a "
-                "policy-gradient loss.",
+                f"{run.loss_fn.name} needs {needed}, but {run.algorithm_name} trains on rewards. Use a policy-gradient loss.",
             )
         if isinstance(run.loss_fn, NLLLossConfig):
             yield (

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_core.config.diagnostics import KeyPath
 from rl_train.algorithms.losses.config import DistillationLossConfig, NLLLossConfig, PolicyGradientLossConfig
-from rl_train.algorithms.losses.preference_configs import FeedbackLossConfig, KTOLossConfig, PreferenceLossConfig
+from rl_train.algorithms.losses.preference_configs import KTOLossConfig, PreferenceLossConfig
 from rl_train.algorithms.policy_configs import RolloutAlgorithmConfig
 from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.config.rules.components import validates
@@ -98,7 +98,7 @@ class KTOConfig(AlgorithmConfig):
     @property
     def runtime_needs(self) -> RuntimeNeeds:
         rows = self.global_batch_size
-        return RuntimeNeeds(records=RecordNeeds(records_per_step=rows, unpaired=True, extra_scored_rows=rows))
+        return RuntimeNeeds(records=RecordNeeds(records_per_step=rows, unpaired=True), extra_scored_rows=rows)
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
         return TrainingPlan(steps=self.max_num_steps, rows=self.global_batch_size)
@@ -154,7 +154,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         loss, generation = run.loss_fn, run.policy.generation
-        if isinstance(loss, PolicyGradientLossConfig | NLLLossConfig | FeedbackLossConfig):
+        if isinstance(loss, PolicyGradientLossConfig | NLLLossConfig | PreferenceLossConfig | KTOLossConfig):
             yield (
                 ("loss_fn", "name"),
                 f"{loss.name} does not use a teacher, so {run.algorithm_name} cannot use it. Use distillation.",

@@ -48,7 +48,7 @@ from rl_train.data.images import ImageReader
 from rl_train.data.processors import load_policy_tokenizer
 from rl_train.data.prompt_sampler import SampledPrompts
 from rl_train.data.unknown_tokens import refuse_tokens_without_rows, unknown_fraction
-from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches, UnpairedBatches
+from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
 _log = logging.getLogger("rlcore")
@@ -281,7 +281,7 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
     loader, batches = {
         "conversations": (conversation_loader, TrainingBatches),
         "pairs": (preference_loader, PreferenceBatches),
-        "unpaired": (preference_loader, UnpairedBatches),
+        "unpaired": (preference_loader, TrainingBatches),
     }[config.algorithm.record_kind]
     rows = loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
     return batches(rows, pad_token_id=tokenizer.pad_token_id)

@@ -70,8 +70,6 @@ class RecordNeeds:
     """Whether a record is a pair of answers."""
     unpaired: bool = False
     """Whether a record is one answer with a label, desirable or undesirable."""
-    extra_scored_rows: int = 0
-    """Number of further rows that a step scores under the policy and the reference policy, and does not train."""
     only_final_answer: bool = False
     """Whether to train only on the last assistant message."""
 
@@ -105,6 +103,8 @@ class RuntimeNeeds:
     """Number of rollouts per validation prompt; at least 1."""
     companions: tuple[Companion, ...] = ()
     """Models in addition to the policy. The config must have their sections."""
+    extra_scored_rows: int = 0
+    """Number of rows that a step scores under the policy and the reference policy, and does not train."""
 
     def __post_init__(self) -> None:
         _at_least_one(max_turns=self.max_turns, val_samples_per_prompt=self.val_samples_per_prompt)

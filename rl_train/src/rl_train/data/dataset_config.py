@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import RunSections
@@ -23,7 +22,6 @@ from rl_train.data.row_sections import (
     PreferenceFields,
     RecordFields,
     RowsConfig,
-    UnpairedFields,
 )
 from rl_train.data.rows import csv_problem, first_line, parsed
 from rl_train.prompts.prompt_files import prompt_problem
@@ -76,27 +74,6 @@ class HuggingFacePreferenceDatasetConfig(CheckedRows, PreferenceFields, HuggingF
     """Preferences in a Hugging Face dataset."""
 
     dataset_name: str = "preference_huggingface"
-    """Name of a registered dataset, or the dotted path of its class."""
-
-
-class UnpairedPreferenceDatasetConfig(CheckedRows, UnpairedFields, JsonLinesSource):
-    """Answers with a label in a JSON Lines file."""
-
-    dataset_name: str = "unpaired_preference"
-    """Name of a registered dataset, or the dotted path of its class."""
-
-
-class ParquetUnpairedPreferenceDatasetConfig(CheckedRows, UnpairedFields, ParquetSource):
-    """Answers with a label in Parquet files."""
-
-    dataset_name: str = "unpaired_preference_parquet"
-    """Name of a registered dataset, or the dotted path of its class."""
-
-
-class HuggingFaceUnpairedPreferenceDatasetConfig(CheckedRows, UnpairedFields, HuggingFaceSource):
-    """Answers with a label in a Hugging Face dataset."""
-
-    dataset_name: str = "unpaired_preference_huggingface"
     """Name of a registered dataset, or the dotted path of its class."""
 
 
@@ -164,18 +141,16 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
         yield ("path",), _EMPTY.format(path=config.path)
     elif config.on_bad_row is OnBadRow.ERROR and (config.record_fn is None or config.record_fn in PACKAGED):
         from rl_train.data.datasets import RecordDataset, RecordReader
-        from rl_train.data.preferences import PreferenceDataset, UnpairedDataset
+        from rl_train.data.preferences import PreferenceDataset
 
-        preferences: dict[type[RowsConfig], Any] = {PreferenceFields: PreferenceDataset, UnpairedFields: UnpairedDataset}
-        dataset = next((made for fields, made in preferences.items() if isinstance(effective, fields)), None)
         try:
             try:
-                if dataset is not None:
-                    dataset.reader(effective).records(parsed(first[1]))
+                if isinstance(effective, PreferenceFields):
+                    PreferenceDataset.reader(effective).records(parsed(first[1]))
                 elif isinstance(effective, RecordFields):
                     RecordReader(effective, with_examples=False).records(parsed(first[1]))
             except DataError:  # reported as by the run: all bad rows of the file
-                (dataset or RecordDataset)(effective)
+                (PreferenceDataset if isinstance(effective, PreferenceFields) else RecordDataset)(effective)
         except DataError as error:
             yield (error.key or "path",), str(error)
 

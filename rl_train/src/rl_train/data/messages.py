@@ -40,6 +40,7 @@ class DatumSpec(TypedDict):
         stop_strings: Strings that end a completion, or None.
         tools: The functions offered to the model.
         prefill: The beginning of the answer, which the prompt ends with.
+        label: Whether an answer with a label is desirable.
     """
 
     message_log: MessageLog
@@ -51,6 +52,7 @@ class DatumSpec(TypedDict):
     stop_strings: NotRequired[list[str] | None]
     tools: NotRequired[list[dict[str, Any]] | None]
     prefill: NotRequired[str]
+    label: NotRequired[bool]
 
 
 class PreferenceDatumSpec(TypedDict):
@@ -67,12 +69,6 @@ class PreferenceDatumSpec(TypedDict):
     idx: int
     task_name: NotRequired[str]
     margin: NotRequired[float]
-
-
-class UnpairedDatumSpec(DatumSpec):
-    """One prompt with an answer, tokenized together; `label` says whether the answer is desirable."""
-
-    label: bool
 
 
 def get_formatted_message_log(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict
 
 from rl_core.errors import DataError, format_value
 from rl_train.data.conversations import Messages, check_tool_use, kind_of, read_messages, tools_of, with_system_prompt
 from rl_train.data.image_sources import image_parts
 from rl_train.data.records import Records, RowReader
-from rl_train.data.row_sections import PreferenceFields, UnpairedFields
+from rl_train.data.row_sections import PreferenceFields
 
 
 class PreferenceRecord(TypedDict):
@@ -36,15 +35,7 @@ class PreferenceRecord(TypedDict):
 
 
 class UnpairedRecord(TypedDict):
-    """One answer with a label.
-
-    Attributes:
-        prompt: The messages of the prompt: {role, content} each.
-        completion: The messages of the answer.
-        label: Whether the answer is desirable.
-        task_name: Its task.
-        tools: The tools available in it.
-    """
+    """One answer, `completion`, with a label, which says whether it is desirable; the rest as in a pair."""
 
     prompt: Messages
     completion: Messages
@@ -53,80 +44,48 @@ class UnpairedRecord(TypedDict):
     tools: NotRequired[list[dict[str, Any]]]
 
 
-PreferenceT = TypeVar("PreferenceT", bound=PreferenceFields | UnpairedFields)
+class PreferenceReader(RowReader[PreferenceFields, PreferenceRecord | UnpairedRecord]):
+    """Creates the pairs or the labelled answers of a row, by the keys of the config or by its function."""
 
+    called = "preference"
 
-class _AnswerReader(RowReader[PreferenceT, Any]):
-    """Creates the records of a row, by the keys of the config or by its function."""
+    def records(self, row: dict[str, Any]) -> Sequence[PreferenceRecord | UnpairedRecord]:
+        """The row's pairs, or its answers with a label."""
+        fields = self.with_nested(row) if self.function is None else self.made(row)
+        if not isinstance(fields, Mapping):
+            raise DataError(f"{self.config.record_fn} returned {format_value(fields)}: expected the fields of a preference")
+        fields = dict(fields)
+        if self.config.label_key is not None:
+            return [self._with_images(labelled_from_row(fields, self.config, self.config.label_key), fields)]
+        pairs = [self._with_images(pair, fields) for pair in pairs_from_row(fields, self.config)]
+        return [answer for pair in pairs for answer in _answers_of(pair)] if self.config.split_pairs else pairs
 
-    @abstractmethod
-    def of_fields(self, row: dict[str, Any]) -> list[Any]:
-        """The records of the fields of a row, or of what the function of the config returned."""
+    def _with_images(self, record: Any, row: Mapping[str, Any]) -> Any:
+        record["prompt"] = self.with_images(record["prompt"], row)
+        if image_parts([message for part in ("chosen", "rejected", "completion") for message in record.get(part, ())]):
+            raise DataError("an answer has an image, but only prompts can have images: remove it or the row")
+        return record
 
-    def records(self, row: dict[str, Any]) -> list[Any]:
-        """The row's records."""
-        if self.function is None:
-            return self._with_row_images(self.with_nested(row))
-        made = self.made(row)
-        if not isinstance(made, Mapping):
-            raise DataError(f"{self.config.record_fn} returned {format_value(made)}: expected the fields of a {self.called}")
-        return self._with_row_images(dict(made))
-
-    def _with_row_images(self, row: dict[str, Any]) -> list[Any]:
-        records = self.of_fields(row)
-        for record in records:
-            record["prompt"] = self.with_images(record["prompt"], row)
-            if image_parts([message for part in ("chosen", "rejected", "completion") for message in record.get(part, ())]):
-                raise DataError("an answer has an image, but only prompts can have images: remove it or the row")
-        return records
-
-    def kind(self, record: Any) -> frozenset[str]:
+    def kind(self, record: Mapping[str, Any]) -> frozenset[str]:
         """Features of a record that a chat template may not support: its roles and tool use."""
         messages = [message for part in ("prompt", "chosen", "rejected", "completion") for message in record.get(part, ())]
         return kind_of(messages, record.get("tools"))
 
     def prompt_of(self, row: dict[str, Any]) -> Any:
-        """The prompt of the row's answers, without the system message that the config adds."""
+        """The prompt of the answers, without the system message that the config adds."""
         prompt = self.records(row)[0]["prompt"]
         return [message for message in prompt if message != {"role": "system", "content": self.config.system_prompt}]
 
 
-class PairReader(_AnswerReader[PreferenceFields]):
-    """Creates the pairs of a row, or with `split_pairs` the answers of these pairs with their labels."""
-
-    called = "pair"
-
-    def of_fields(self, row: dict[str, Any]) -> list[PreferenceRecord] | list[UnpairedRecord]:
-        pairs = pairs_from_row(row, self.config)
-        return [answer for pair in pairs for answer in _answers_of(pair)] if self.config.split_pairs else pairs
-
-
-class UnpairedReader(_AnswerReader[UnpairedFields]):
-    """Creates the labelled answer of a row."""
-
-    called = "labelled answer"
-
-    def of_fields(self, row: dict[str, Any]) -> list[UnpairedRecord]:
-        return [unpaired_from_row(row, self.config)]
-
-
 class PreferenceDataset(Records[PreferenceRecord | UnpairedRecord]):
-    """The pairs of any source, or with `split_pairs` their answers.
+    """The pairs of any source, or its answers with a label.
 
     A row is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
-    "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
+    "rank": 0}, ...]}`, or with `label_key` `{"prompt": ..., "completion": ..., "label": true}`; a prompt or answer is a text
+    or a list of messages.
     """
 
-    reader = PairReader
-
-
-class UnpairedDataset(Records[UnpairedRecord]):
-    """The labelled answers of any source.
-
-    A row is `{"prompt": ..., "completion": ..., "label": true}`; a prompt or answer is a text or a list of messages.
-    """
-
-    reader = UnpairedReader
+    reader = PreferenceReader
 
 
 def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[PreferenceRecord]:
@@ -139,58 +98,52 @@ def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[Prefer
         return [_pair(row, better, worse, config) for better, worse in _ranked(row, config)]
     if row.get(config.chosen_key) is None and {"completion", "label"} <= row.keys():
         raise DataError(
-            f"the field {config.chosen_key!r} is missing: the row has {_present(row)}, so it is one answer with a label. Read "
-            "such rows with `dataset_name: unpaired_preference`, and train on them with kto",
-            key="dataset_name",
+            f"the field {config.chosen_key!r} is missing: the row has {_present(row)}, so it is one answer with a label. Set "
+            "`label_key: label`, and train on such rows with kto",
+            key="chosen_key",
         )
     return [_pair(row, _field(row, config.chosen_key), _field(row, config.rejected_key), config)]
 
 
-def unpaired_from_row(row: dict[str, Any], config: UnpairedFields) -> UnpairedRecord:
+def labelled_from_row(row: dict[str, Any], config: PreferenceFields, label_key: str) -> UnpairedRecord:
     """The labelled answer of one row.
 
     Raises:
         DataError: A field is absent or of the wrong kind.
     """
-    if row.get(config.label_key) is None and {"chosen", "rejected"} <= row.keys():
+    if row.get(label_key) is None and {"chosen", "rejected"} <= row.keys():
         raise DataError(
-            f"the field {config.label_key!r} is missing: the row has {_present(row)}, so it is a pair of answers. Read pairs "
-            "with `dataset_name: preference` and `split_pairs: true`, or train on them with dpo",
-            key="dataset_name",
+            f"the field {label_key!r} is missing: the row has {_present(row)}, so it is a pair of answers. Remove `label_key`, "
+            "and set `split_pairs: true` or train with dpo",
+            key="label_key",
         )
-    label = _label(_field(row, config.label_key), config.label_key)
-    given = _field(row, config.completion_key)
-    completion = read_messages(given, f"the field {config.completion_key!r}, {format_value(given)},", role="assistant")
-    prompt = _prompt(row, config)
-    completion = _without(prompt, completion)
-    prompt = with_system_prompt(prompt, config.system_prompt)
-    if all(message["role"] in ("system", "developer") for message in prompt):
-        raise DataError(f"there is no prompt: the field {config.prompt_key!r} has only {[m['role'] for m in prompt]}")
-    _check_answers(completion=completion)
+    label = _label(_field(row, label_key), label_key)
+    prompt, [completion], tools = _conversations(row, config, labelled=_field(row, config.completion_key))
     record = UnpairedRecord(prompt=prompt, completion=completion, label=label, task_name=config.task_name or "default")
-    if tools := _tools(row, config, prompt, completion):
+    if tools:
         record["tools"] = tools
     return record
 
 
 def _label(value: Any, key: str) -> bool:
-    """A label as it is or as text, in any case."""
-    read = {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower()) if isinstance(value, str) else value
-    if not isinstance(read, bool | int | float) or read not in (0, 1):
+    read = {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(read, int | float) or read not in (0, 1):
         raise DataError(
             f"the field {key!r} is {format_value(value)}: expected true or 1 for a desirable answer, false or 0 for an "
-            "undesirable one. If the field has another meaning, set another `label_key`"
+            "undesirable one"
         )
     return bool(read)
 
 
-def _answers_of(pair: PreferenceRecord) -> Iterator[UnpairedRecord]:
+def _answers_of(pair: PreferenceRecord) -> list[UnpairedRecord]:
     """Both answers of a pair: the chosen one is desirable, the rejected one is not."""
-    for completion, label in ((pair["chosen"], True), (pair["rejected"], False)):
-        record = UnpairedRecord(prompt=pair["prompt"], completion=completion, label=label, task_name=pair["task_name"])
-        if "tools" in pair:
-            record["tools"] = pair["tools"]
-        yield record
+    sides = ((pair["chosen"], True), (pair["rejected"], False))
+    answers = [
+        UnpairedRecord(prompt=pair["prompt"], completion=of, label=good, task_name=pair["task_name"]) for of, good in sides
+    ]
+    for answer in answers if "tools" in pair else ():
+        answer["tools"] = pair["tools"]
+    return answers
 
 
 def _ranked(row: dict[str, Any], config: PreferenceFields) -> list[tuple[Any, Any]]:
@@ -228,38 +181,43 @@ def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
 
 
 def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceFields) -> PreferenceRecord:
-    chosen = read_messages(better, f"the better answer {format_value(better)}", role="assistant")
-    rejected = read_messages(worse, f"the worse answer {format_value(worse)}", role="assistant")
-    if row.get(config.prompt_key) is not None:
-        prompt = _prompt(row, config)
-        # Answers may also be whole conversations, which repeat the prompt.
-        chosen, rejected = _without(prompt, chosen), _without(prompt, rejected)
-    else:
-        shared = _shared_length(chosen, rejected)
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    prompt = with_system_prompt(prompt, config.system_prompt)
-    _check(prompt, chosen, rejected, row, config)
+    prompt, [chosen, rejected], tools = _conversations(row, config, better=better, worse=worse)
     record = PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, task_name=config.task_name or "default")
-    if tools := _tools(row, config, prompt, chosen, rejected):
+    if tools:
         record["tools"] = tools
     if row.get(config.margin_key) is not None:
         record["margin"] = _margin(row[config.margin_key], config.margin_key)
     return record
 
 
-def _prompt(row: dict[str, Any], config: PreferenceFields | UnpairedFields) -> Messages:
-    asked = _field(row, config.prompt_key)
-    return read_messages(asked, f"the field {config.prompt_key!r}, {format_value(asked)},", role="user")
-
-
-def _tools(
-    row: dict[str, Any], config: PreferenceFields | UnpairedFields, prompt: Messages, *answers: Messages
-) -> list[dict[str, Any]]:
-    """The tools of a row, whose use in each answer is checked."""
+def _conversations(
+    row: dict[str, Any], config: PreferenceFields, **given: Any
+) -> tuple[Messages, list[Messages], list[dict[str, Any]]]:
+    """The prompt, the answers to it, which are `given` by their names in errors, and the tools."""
+    answers = [read_messages(each, f"the {name} answer {format_value(each)}", role="assistant") for name, each in given.items()]
+    first, *others = answers
+    if row.get(config.prompt_key) is not None:
+        asked = row[config.prompt_key]
+        prompt = read_messages(asked, f"the field {config.prompt_key!r}, {format_value(asked)},", role="user")
+        # Answers may also be whole conversations, which repeat the prompt.
+        answers = [_without(prompt, answer) for answer in answers]
+    else:
+        shared = min((_shared_length(first, other) for other in others), default=0)
+        prompt, answers = first[:shared], [answer[shared:] for answer in answers]
+    prompt = with_system_prompt(prompt, config.system_prompt)
+    if answers[0] in answers[1:]:
+        raise DataError("both answers are the same, so there is no preference")
+    if all(message["role"] in ("system", "developer") for message in prompt):
+        raise DataError(
+            f"there is no prompt: the row has {_present(row)} but no {config.prompt_key!r}, and its answers have no common "
+            f"beginning"
+        )
     tools = tools_of(row, config.tools_key, is_named=config.names_tools)
-    for answer in answers:
+    for name, answer in zip(given, answers, strict=True):
+        if not any(message["role"] == "assistant" for message in answer):
+            raise DataError(f"the {name} answer has no assistant message: found {[m['role'] for m in answer]}")
         check_tool_use([*prompt, *answer], tools)
-    return tools
+    return prompt, answers, tools
 
 
 def _margin(margin: Any, key: str) -> float:
@@ -269,24 +227,6 @@ def _margin(margin: Any, key: str) -> float:
             "field has another meaning, set another `margin_key`"
         )
     return float(margin)
-
-
-def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceFields) -> None:
-    if chosen == rejected:
-        raise DataError("both answers are the same, so there is no preference")
-    if all(message["role"] in ("system", "developer") for message in prompt):
-        raise DataError(
-            f"there is no prompt: the row has {_present(row)} but no {config.prompt_key!r}, and its answers have no common "
-            f"beginning"
-        )
-    _check_answers(better=chosen, worse=rejected)
-
-
-def _check_answers(**answers: Messages) -> None:
-    for name, answer in answers.items():
-        if not any(message["role"] == "assistant" for message in answer):
-            what = "the completion" if name == "completion" else f"the {name} answer"
-            raise DataError(f"{what} has no assistant message: found {[m['role'] for m in answer]}")
 
 
 def _without(prompt: Messages, conversation: Messages) -> Messages:

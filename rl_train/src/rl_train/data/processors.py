@@ -21,7 +21,6 @@ from rl_train.data.messages import (
     DatumSpec,
     MessageLog,
     PreferenceDatumSpec,
-    UnpairedDatumSpec,
     add_loss_mask_to_message_log,
     get_formatted_message_log,
     prompt_log,
@@ -133,12 +132,9 @@ def preference_datum(
             f"record {idx} has {sorted(record)} but not {sorted(missing)}: use a dataset of preferences, such as "
             "`dataset_name: preference`"
         )
-    tools, datums = record.get("tools"), []
-    for side in ("chosen", "rejected"):
-        messages, is_cut = _tokenizable([*record["prompt"], *record[side]], idx, max_length, on_too_long)
-        log = _answered(messages, len(record["prompt"]), tokenizer, tools)
-        check_trained(log, f"the {side} answer", may_be_empty=side == "rejected")
-        datums.append(_datum(log, record, idx, max_length, on_too_long, is_cut=is_cut))
+    limits: dict[str, Any] = {"idx": idx, "tokenizer": tokenizer, "max_length": max_length, "on_too_long": on_too_long}
+    sides = ("chosen", "rejected")
+    datums = [_answer_datum(record, side, side, may_be_empty=side == "rejected", **limits) for side in sides]
     return PreferenceDatumSpec(
         message_log_chosen=datums[0]["message_log"],
         message_log_rejected=datums[1]["message_log"],
@@ -151,36 +147,21 @@ def preference_datum(
     )
 
 
-def unpaired_datum(
-    record: Mapping[str, Any],
-    *,
-    idx: int,
-    tokenizer: Any,
-    max_length: int | None = None,
-    on_too_long: OnTooLong = OnTooLong.DROP,
-) -> UnpairedDatumSpec:
-    """A record's conversation as in `preference_datum`, with its label.
+def unpaired_datum(record: Mapping[str, Any], **limits: Any) -> DatumSpec:
+    """A record's conversation with its `label`, masked as in `preference_datum`, whose arguments and errors it has.
 
-    Args:
-        record: A `preferences.UnpairedRecord`.
-        idx: Its index in the dataset.
-        tokenizer: A Transformers tokenizer.
-        max_length: Maximum number of tokens of the conversation; None for no limit.
-        on_too_long: How a longer one is handled.
-
-    Raises:
-        DataError: As in `prompt_datum`, or the record has no label.
+    `record` is a `preferences.UnpairedRecord`.
     """
     if missing := {"prompt", "completion", "label"} - record.keys():
         raise DataError(
-            f"record {idx} has {sorted(record)} but not {sorted(missing)}: use a dataset of answers with a label, such as "
-            "`dataset_name: unpaired_preference`"
+            f"record {limits['idx']} has {sorted(record)} but not {sorted(missing)}: use a dataset of answers with a label, "
+            "such as `dataset_name: preference` with `label_key`"
         )
-    messages, is_cut = _tokenizable([*record["prompt"], *record["completion"]], idx, max_length, on_too_long)
-    log = _answered(messages, len(record["prompt"]), tokenizer, record.get("tools"))
-    check_trained(log, "the desirable answer" if record["label"] else "the answer", may_be_empty=not record["label"])
-    datum = _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
-    return UnpairedDatumSpec(**datum, label=bool(record["label"]))
+    is_desirable = bool(record["label"])
+    named = "desirable" if is_desirable else "undesirable"
+    datum = _answer_datum(record, "completion", named, may_be_empty=not is_desirable, **limits)
+    datum["label"] = is_desirable
+    return datum
 
 
 def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
@@ -211,14 +192,27 @@ def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
         check_trained(datum[log], f"the {log} that {name} returned", may_be_empty=True)
 
 
-def _answered(messages: Sequence[Mapping[str, Any]], prompt_messages: int, tokenizer: Any, tools: Any) -> MessageLog:
-    trained = [number for number in trained_messages(messages) if number >= prompt_messages]
+def _answer_datum(
+    record: Mapping[str, Any],
+    side: str,
+    named: str,
+    *,
+    may_be_empty: bool,
+    idx: int,
+    tokenizer: Any,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = OnTooLong.DROP,
+) -> DatumSpec:
+    """The prompt and one answer, `record[side]`, of which only the answer is trained."""
+    messages, is_cut = _tokenizable([*record["prompt"], *record[side]], idx, max_length, on_too_long)
     messages, images = _with_images(messages, tokenizer)
-    log = get_formatted_message_log(messages, tokenizer, tools=tools, trained=trained, images=images)
+    trained = [number for number in trained_messages(messages) if number >= len(record["prompt"])]
+    log = get_formatted_message_log(messages, tokenizer, tools=record.get("tools"), trained=trained, images=images)
     add_loss_mask_to_message_log([log], tokenizer=tokenizer)
-    for message in log[:prompt_messages]:
+    for message in log[: len(record["prompt"])]:
         message["token_loss_mask"].zero_()
-    return log
+    check_trained(log, f"the {named} answer", may_be_empty=may_be_empty)
+    return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
 
 
 def check_trained(log: MessageLog, what: str, *, may_be_empty: bool = False) -> None:

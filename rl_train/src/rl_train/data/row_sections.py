@@ -11,12 +11,6 @@ from pydantic import Field, model_validator
 from rl_core.config.schema import DatasetConfig, RecordKind
 from rl_core.config.section import INPUT_PATH, NAME_OR_PATH
 
-TOOLS = (
-    "Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default `tools`, rows may "
-    "lack the field; any other field must exist (null or an empty list for none). null disables tools."
-)
-"""Description of `tools_key`."""
-
 
 class OnBadRow(StrEnum):
     """How an invalid row is handled: end the run with the location of the row, or skip and count it."""
@@ -121,7 +115,12 @@ class RecordFields(RowsConfig):
         description="Field with the assistant's response, text or a list of messages, appended to the prompt. Used for "
         "supervised training.",
     )
-    tools_key: str | None = Field("tools", description=TOOLS)
+    tools_key: str | None = Field(
+        "tools",
+        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
+        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
+        "disables tools.",
+    )
     env_keys: tuple[str, ...] = Field(
         (),
         description="Additional fields passed to the environment under their own names. A nested field, such as "
@@ -174,7 +173,7 @@ class RecordFields(RowsConfig):
 
 
 class PreferenceFields(RowsConfig):
-    """Rows with a prompt, a chosen and a rejected answer."""
+    """Rows with a prompt, a chosen and a rejected answer, or with a prompt, an answer and a label."""
 
     record_kind: ClassVar[RecordKind | None] = "pairs"
 
@@ -185,7 +184,12 @@ class PreferenceFields(RowsConfig):
     )
     chosen_key: str = Field("chosen", description="Field with the better answer: text, or a list of messages.")
     rejected_key: str = Field("rejected", description="Field with the worse answer, in the same format.")
-    tools_key: str | None = Field("tools", description=TOOLS)
+    tools_key: str | None = Field(
+        "tools",
+        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
+        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
+        "disables tools.",
+    )
     completions_key: str = Field(
         "completions",
         description="For rows without a chosen answer: field with a list of {completion, rank}, where rank 0 is the best, or "
@@ -201,40 +205,31 @@ class PreferenceFields(RowsConfig):
         description="Field with the margin of the pair, a number that reward model training subtracts from the difference of "
         "the two scores; 0 for rows that lack it.",
     )
+    label_key: str | None = Field(
+        None,
+        description="For rows with one answer instead of a pair, for KTO: field with its label, which is true or 1 if the "
+        "answer is desirable, and false or 0 if not, also as text. By default, rows are pairs.",
+    )
+    completion_key: str = Field(
+        "completion", description="With `label_key`: field with the answer, text or a list of messages."
+    )
     split_pairs: bool = Field(
         False,
-        description="Whether each pair becomes two answers with a label, for KTO: the chosen one is desirable, the other one "
-        "undesirable.",
+        description="Whether each pair becomes two answers with a label, for KTO, of which the chosen one is desirable.",
     )
     system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
 
     @property
     def kind_of_records(self) -> RecordKind | None:
-        return "unpaired" if self.split_pairs else self.record_kind
+        return "unpaired" if self.label_key is not None or self.split_pairs else self.record_kind
 
     @model_validator(mode="after")
-    def _keys_exclude_record_fn(self) -> PreferenceFields:
-        if self.split_pairs and "margin_key" in self.changed():
-            raise ValueError("split_pairs separates the two answers, so margin_key has no effect: remove one of them")
-        return self._without_record_fn_or({"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"})
-
-
-class UnpairedFields(RowsConfig):
-    """Rows with a prompt, one answer, and a label that says whether the answer is good."""
-
-    record_kind: ClassVar[RecordKind | None] = "unpaired"
-
-    prompt_key: str = Field("prompt", description="Field with the prompt: text, or a list of {role, content} messages.")
-    completion_key: str = Field(
-        "completion", description="Field with the answer: text, or a list of messages, which may repeat the prompt."
-    )
-    label_key: str = Field(
-        "label",
-        description="Field with the label: true or 1 for a desirable answer, false or 0 for an undesirable one; also as text.",
-    )
-    tools_key: str | None = Field("tools", description=TOOLS)
-    system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
-
-    @model_validator(mode="after")
-    def _keys_exclude_record_fn(self) -> UnpairedFields:
-        return self._without_record_fn_or({"prompt_key", "completion_key", "label_key", "tools_key"})
+    def _keys_have_an_effect(self) -> PreferenceFields:
+        unused = {"margin_key"} if self.kind_of_records == "unpaired" else set()
+        of_pairs = {"chosen_key", "rejected_key", "completions_key", "pairing", "split_pairs"}
+        unused |= {"completion_key"} if self.label_key is None else of_pairs
+        if ignored := ", ".join(sorted(unused & self.changed())):
+            rows = "answers with a label" if self.kind_of_records == "unpaired" else "pairs, as label_key is not set"
+            raise ValueError(f"rows become {rows}, so {ignored} would have no effect: remove it")
+        fields = {"prompt_key", "chosen_key", "rejected_key", "completions_key", "completion_key", "tools_key"}
+        return self._without_record_fn_or(fields)

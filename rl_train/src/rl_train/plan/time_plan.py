@@ -234,9 +234,8 @@ def _passes(run: RunConfig, registry: Registry, gpu: Gpu, name: str, model: Poli
     speed = gpus * gpu.flops(model.dtype_name) / (1 + (planner.stages - 1) / max(1.0, microbatches))
     score = _forward_flops(sizes, tokens=tokens, scored=tokens, length=length) / speed
     times = dict.fromkeys(_scoring(run, registry, name, steps), count * score)
-    for phase in (
-        ("score", "reference") if name == "policy" and (extra := run.algorithm.runtime_needs.extra_scored_rows) else ()
-    ):
+    extra = run.algorithm.runtime_needs.extra_scored_rows
+    for phase in ("score", "reference") if name == "policy" and extra else ():
         times[phase] = times.get(phase, 0.0) + extra / rows_of_step(run) * count * score
     if steps is not None:
         forward = _forward_flops(sizes, tokens=tokens, scored=scored, length=length)

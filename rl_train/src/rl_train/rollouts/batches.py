@@ -1,4 +1,4 @@
-"""Batches of conversations, preference pairs or labelled answers, with a mask of the assistant's tokens."""
+"""Batches of conversations, or of preference pairs, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrainingBatches:
     """Batches for supervised training from a resumable loader.
 
     Args:
-        loader: yields conversations with a `token_loss_mask` on every message.
+        loader: yields conversations with a `token_loss_mask` on every message; all or none with a `label`.
         pad_token_id: padding of `input_ids`.
     """
 
@@ -58,8 +58,10 @@ class TrainingBatches:
     def _rows(self, datums: Sequence[Any]) -> BatchedDataDict[Any]:
         logs = [datum["message_log"] for datum in datums]
         flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
+        labels = [float(datum["label"]) for datum in datums if "label" in datum]
         rows: BatchedDataDict[Any] = BatchedDataDict(
             {
+                **({"desirable": torch.tensor(labels)} if labels else {}),
                 "input_ids": flat["token_ids"],
                 "input_lengths": lengths,
                 "token_mask": flat["token_loss_mask"].to(torch.float32),
@@ -89,18 +91,4 @@ class PreferenceBatches(TrainingBatches):
         rows = super()._rows(answers)
         rows["prompt_id"] = torch.arange(len(datums)).repeat_interleave(2)
         rows["margins"] = torch.tensor([answer["margin"] for answer in answers], dtype=torch.float32)
-        return rows
-
-
-class UnpairedBatches(TrainingBatches):
-    """Labelled answers as rows, with `desirable`.
-
-    Args:
-        loader: yields answers with a label.
-        pad_token_id: padding of `input_ids`.
-    """
-
-    def _rows(self, datums: Sequence[Any]) -> BatchedDataDict[Any]:
-        rows = super()._rows(datums)
-        rows["desirable"] = torch.tensor([datum["label"] for datum in datums], dtype=torch.float32)
         return rows

@@ -100,8 +100,9 @@ class AlgorithmConformance(Conformance[_Trained]):
         step = {"train_micro_batch_size": 4, "optimizer": {"kwargs": {"lr": 0.01}}, **cls.policy, **policy}
         engine = {"generation": {"backend": backends[Kind.GENERATION], "max_new_tokens": 8}} if needs.samples else {}
         kind = settings.record_kind
-        dataset = {"conversations": "jsonl", "pairs": "preference", "unpaired": "unpaired_preference"}[kind]
+        dataset = "jsonl" if kind == "conversations" else "preference"
         answer = {"response_key": "expected_answer"} if needs.records and kind == "conversations" else {}
+        answer |= {"label_key": "label"} if kind == "unpaired" else {}
         sections = {
             name: section,
             **paths,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
-from rl_core.config.schema import DatasetConfig, RecordKind
+from rl_core.config.schema import DatasetConfig
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import DataError
 from rl_core.plugins.component import Kind
@@ -21,12 +21,11 @@ from rl_train.data.datasets import make_dataset, record_of
 from rl_train.data.holdout import prompt_digest
 
 _MOST = 16
-_LISTS: Mapping[RecordKind, tuple[str, ...]] = {
+_LISTS: Mapping[str, tuple[str, ...]] = {
     "conversations": ("messages",),
     "pairs": ("prompt", "chosen", "rejected"),
     "unpaired": ("prompt", "completion"),
 }
-"""Lists of messages in a record."""
 _FORM, _EQUAL, _SEED = "test_records_have_the_documented_form", "test_equal_reads_are_equal", "test_other_seeds_change_nothing"
 _PROCESS = """
 from rl_train.testing import DatasetConformance
@@ -91,16 +90,12 @@ class DatasetConformance(Conformance[Any]):
     def test_it_is_created_from_its_section(self) -> str:
         return f"{len(self.subject())} records"
 
-    @promise(
-        "Records have `messages`, or `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`, and other keys "
-        "of the documented types."
-    )
+    @promise("Records have the messages of their kind (docs/data.md), and other keys of the documented types.")
     def test_records_have_the_documented_form(self) -> None:
+        kind = self.section().kind_of_records
         for index, record in self.records(self.subject()).items():
-            kind = self.section().kind_of_records or next((kind for kind in _LISTS if _LISTS[kind][-1] in record), None)
-            if kind == "unpaired" and not isinstance(record["label"], bool):
-                raise Found(f"record {index} has the `label` {record['label']!r}, which is true or false.")
-            for name in _LISTS[kind or "conversations"]:
+            lists = [_LISTS[kind]] if kind else [each for each in _LISTS.values() if each[-1] in record]
+            for name in lists[0] if lists else ("messages",):
                 read_messages(list(record[name]), f"`{name}` of record {index}", role="user")
             info, task = record.get("extra_env_info", {}), record.get("task_name", "")
             if not isinstance(info, Mapping) or not isinstance(task, str):
@@ -118,7 +113,7 @@ class DatasetConformance(Conformance[Any]):
     def test_records_may_be_changed(self) -> None:
         before = self.digests(self.subject())
         for record in self.records(self.subject()).values():
-            lists = [record[name] for name in dict.fromkeys(chain(*_LISTS.values())) if name in record]
+            lists = [record[name] for name in ("messages", "prompt", "chosen", "rejected", "completion") if name in record]
             for value in (record.get("extra_env_info"), *chain(*lists)):
                 if isinstance(value, dict):
                     value["rlcore"] = "changed"

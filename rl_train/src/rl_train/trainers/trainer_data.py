@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.schema import DatasetConfig, RecordKind
+from rl_core.config.schema import DatasetConfig
 from rl_core.config.validator import section_of_values
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.records import Dataset
@@ -18,7 +18,7 @@ from rl_train.config.schema import DataConfig, section_of
 from rl_train.config.values import expand_data_paths
 from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
 from rl_train.data.datasets import RecordDataset
-from rl_train.data.preferences import PreferenceDataset, UnpairedDataset
+from rl_train.data.preferences import PreferenceDataset
 from rl_train.data.records import Records, Rows, form_hint, open_rows
 from rl_train.data.row_sections import (
     HuggingFaceSource,
@@ -27,7 +27,6 @@ from rl_train.data.row_sections import (
     PreferenceFields,
     RecordFields,
     RowsConfig,
-    UnpairedFields,
 )
 from rl_train.data.rows import csv_problem
 from rl_train.files import looks_like_path
@@ -73,7 +72,7 @@ class ListedRows:
 
 
 def read_python_data(
-    dataset: Any, validation: Any, registry: Registry, *, kind: RecordKind
+    dataset: Any, validation: Any, registry: Registry, *, wants_pairs: bool, wants_labels: bool = False
 ) -> tuple[DataConfig, Source, Source | None]:
     """The settings of all data, the training data, and the validation data if there is any.
 
@@ -83,14 +82,17 @@ def read_python_data(
             ...}`, as dicts or as models; or any map-style object of records.
         validation: The validation data, in any of these forms except the section of all data.
         registry: Used to look up datasets.
-        kind: What rows without a section are.
+        wants_pairs: Whether rows without a section are preference pairs.
+        wants_labels: Whether rows without a section are answers with a label.
 
     Raises:
         DataError: The data does not exist, or a row is invalid.
         ConfigError: A section is invalid.
     """
     data = _data_section(dataset, registry)
-    read_one = partial(_source, registry=registry, kind=kind)
+    keys = {"label_key": "label"} if wants_labels else {}
+    preferences = PreferenceFields(dataset_name="rows", **keys) if wants_pairs or wants_labels else None
+    read_one = partial(_source, registry=registry, preferences=preferences)
     if data is None:
         data, held_out = DataConfig(), None
         train: Source | None = read_one(dataset, "dataset", bad_rows=BadRows())
@@ -136,7 +138,7 @@ def _dataset_section(dataset: Any, name: str, registry: Registry) -> DatasetConf
     return section
 
 
-def _source(dataset: Any, name: str, *, registry: Registry, kind: RecordKind, bad_rows: BadRows) -> Source:
+def _source(dataset: Any, name: str, *, registry: Registry, preferences: PreferenceFields | None, bad_rows: BadRows) -> Source:
     if isinstance(dataset, DatasetConfig | Mapping) and not is_dataset_dict(dataset):
         section = _dataset_section(dataset, name, registry)
         return read_source(section, registry, name=name, bad_rows=bad_rows)
@@ -146,7 +148,7 @@ def _source(dataset: Any, name: str, *, registry: Registry, kind: RecordKind, ba
         name, rows = str(dataset), _rows_at(str(dataset))
     else:
         rows = _rows_in_memory(dataset, name)
-    return Source(records=_records(rows, kind=kind), name=name, bad_rows=bad_rows)
+    return Source(records=_records(rows, preferences), name=name, bad_rows=bad_rows)
 
 
 def _rows_in_memory(rows: Any, name: str) -> Rows:
@@ -176,11 +178,9 @@ def _rows_at(path_or_name: str) -> Rows:
     return open_rows(section)
 
 
-def _records(rows: Rows, *, kind: RecordKind) -> Records[Any]:
-    if kind == "pairs":
-        return PreferenceDataset(PreferenceFields(dataset_name="rows"), rows)
-    if kind == "unpaired":
-        return UnpairedDataset(UnpairedFields(dataset_name="rows"), rows)
+def _records(rows: Rows, preferences: PreferenceFields | None) -> RecordDataset | PreferenceDataset:
+    if preferences is not None:
+        return PreferenceDataset(preferences, rows)
     return RecordDataset(RecordFields(dataset_name="rows", **(_keys_of(rows) if len(rows) else {})), rows)
 
 

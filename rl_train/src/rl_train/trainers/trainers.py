@@ -162,8 +162,9 @@ class Trainer:
             ConfigError: validation is enabled, but there is no data for it.
         """
         algorithm, is_validated = self.config.algorithm, validates(self.config)
+        kind, held_out = algorithm.record_kind, validation if is_validated else None
         data, train, held_out = read_python_data(
-            dataset, validation if is_validated else None, self._registry, kind=algorithm.record_kind
+            dataset, held_out, self._registry, wants_pairs=kind == "pairs", wants_labels=kind == "unpaired"
         )
         if is_validated and held_out is None:
             raise ConfigError(

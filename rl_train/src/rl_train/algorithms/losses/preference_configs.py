@@ -9,17 +9,8 @@ from pydantic import Field, model_validator
 from rl_train.config.schema import LossConfig
 
 
-class FeedbackLossConfig(LossConfig):
-    """Base section of losses on feedback to given answers."""
-
-    trained_on: ClassVar[str]
-    """The records that the loss needs."""
-
-
-class PreferenceLossConfig(FeedbackLossConfig):
+class PreferenceLossConfig(LossConfig):
     """Base section of every preference loss."""
-
-    trained_on: ClassVar[str] = "pairs of answers"
 
     preference_loss_weight: float = Field(default=1.0, ge=0.0)
     """Weight of the preference loss."""
@@ -91,30 +82,20 @@ class ORPOLossConfig(PreferenceLossConfig):
     """Weight of the negative log-likelihood of the chosen answers."""
 
 
-class KTOLossConfig(FeedbackLossConfig):
+class KTOLossConfig(LossConfig):
     """Kahneman-Tversky optimization (KTO), on answers with a label."""
-
-    trained_on: ClassVar[str] = "answers with a label"
 
     reference_policy_kl_penalty: float = Field(default=0.1, gt=0.0)
     """Beta: strength of the penalty for deviating from the reference policy, and the reward per nat of log-probability."""
-    desirable_weight: float = Field(default=1.0, ge=0.0)
+    desirable_weight: float = Field(default=1.0, gt=0.0)
     """Weight of desirable answers. If one class is rarer, raise its weight until weight times number of answers is similar for
     both."""
-    undesirable_weight: float = Field(default=1.0, ge=0.0)
+    undesirable_weight: float = Field(default=1.0, gt=0.0)
     """Weight of undesirable answers."""
 
     @property
     def needs_reference(self) -> bool:
         return True
-
-    @model_validator(mode="after")
-    def _has_a_loss(self) -> KTOLossConfig:
-        if self.desirable_weight == 0 and self.undesirable_weight == 0:
-            raise ValueError(
-                "desirable_weight and undesirable_weight are both 0, so there is nothing to minimize: set one of them"
-            )
-        return self
 
 
 class BradleyTerryLossConfig(LossConfig):

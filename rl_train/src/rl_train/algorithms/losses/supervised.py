@@ -65,6 +65,7 @@ class NLLLossFn(LossFunction):
 REFERENCE = "reference_policy_logprobs"
 TIE = 1e-5
 """Scores that differ by at most this much are equal: two passes over the same tokens may sum in another order."""
+_DESIRABLE, _UNDESIRABLE = "kto/reward_desirable", "kto/reward_undesirable"
 _LEAST_SHARE = 1e-6
 """Smallest fraction of rows that is not a rounding error."""
 _MAX_MEAN_LOGPROB = -1e-6
@@ -258,23 +259,19 @@ class KTOLossFn(LossFunction):
         rewards, desirable = rewards.detach(), is_desirable.float()
         return loss, {
             **({"kto/accuracy": mean(data["accuracies"])} if "accuracies" in data else {}),
-            "kto/reward_desirable": mean(rewards * desirable),
-            "kto/reward_undesirable": mean(rewards * (1.0 - desirable)),
+            _DESIRABLE: mean(rewards * desirable),
+            _UNDESIRABLE: mean(rewards * (1.0 - desirable)),
             "kto/desirable_frac": mean(desirable),
             "kto/kl": mean(data["kl_estimates"]),
         }
 
     def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics with mean rewards of each label that occurs, and with the margin if both do."""
-        reported = dict(metrics)
         share = metrics["kto/desirable_frac"]
-        for name, of_label in (("kto/reward_desirable", share), ("kto/reward_undesirable", 1.0 - share)):
-            total = reported.pop(name)
-            if of_label > _LEAST_SHARE:
-                reported[name] = total / of_label
-        if {"kto/reward_desirable", "kto/reward_undesirable"} <= reported.keys():
-            reported["kto/margin"] = reported["kto/reward_desirable"] - reported["kto/reward_undesirable"]
-        return reported
+        shares = {_DESIRABLE: share, _UNDESIRABLE: 1.0 - share}
+        rewards = {name: metrics[name] / of_label for name, of_label in shares.items() if of_label > _LEAST_SHARE}
+        margin = {"kto/margin": rewards[_DESIRABLE] - rewards[_UNDESIRABLE]} if len(rewards) == 2 else {}
+        return {name: value for name, value in metrics.items() if name not in shares} | rewards | margin
 
 
 class BradleyTerryLossFn(LossFunction):

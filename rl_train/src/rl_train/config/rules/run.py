@@ -245,7 +245,7 @@ def engine_samples_single_rows(config: CheckedConfig) -> Iterator[Problem]:
 _KINDS: Final[Mapping[RecordKind, tuple[str, str]]] = {
     "conversations": ("prompts or conversations", "`jsonl` reads JSON lines"),
     "pairs": ("pairs of a chosen and a rejected answer", "`preference` reads pairs from JSON lines"),
-    "unpaired": ("answers with a label", "`unpaired_preference` reads JSON lines with `prompt`, `completion` and `label`"),
+    "unpaired": ("answers with a label", "`preference` with `label_key` reads them from JSON lines"),
 }
 """What a record is, and the dataset that reads such records."""
 
@@ -289,9 +289,9 @@ def records_are_of_the_kind_that_is_read(
         return
     remedy = f"Use another dataset: {_KINDS[wanted][1]}."
     if (kind, wanted) == ("pairs", "unpaired"):
-        remedy = "Set `split_pairs: true`, which makes two labelled answers of each pair, or train with dpo."
+        remedy = "Set `label_key` if rows have one answer and a label; `split_pairs: true` makes two such answers of each pair."
     elif (kind, wanted) == ("unpaired", "pairs"):
-        remedy += " Answers with a label are trained by kto."
+        remedy = "Remove `label_key` and `split_pairs` if rows are pairs, or train with kto."
     yield Problem(
         (*path, "dataset_name"),
         f"{section.dataset_name} has {_KINDS[kind][0]}, but {run.algorithm_name} needs {_KINDS[wanted][0]}. {remedy}",
