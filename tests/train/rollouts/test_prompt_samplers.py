@@ -224,7 +224,7 @@ def test_a_step_draws_no_row_twice_until_it_has_drawn_all(name, rows, steps):
 
 
 class Wrong(PromptSampler):
-    """Returns what it was given."""
+    """Returns the given rows, state and metrics."""
 
     def __init__(self, rows, *, returns=None, state=None, metrics=None, refuses=False):
         super().__init__(rows)

@@ -48,7 +48,7 @@ class PassRateBand(PromptSampler):
         self._low, self._high, self._exploration, self._new_weight = low, high, exploration, new_weight
         self._rest = rest * len(rows)
         self._estimates: dict[int, float] = {}
-        """The running mean of each row that has a reward."""
+        """By row, for rows that have a reward."""
         self._last: dict[int, int] = {}
         """Number of the last draw of each row that was drawn."""
         self._inside: dict[int, None] = {}
