@@ -223,6 +223,16 @@ def test_a_step_draws_no_row_twice_until_it_has_drawn_all(name, rows, steps):
             sampled.record(ordinal, [float(index % 2), 0.0])
 
 
+def test_a_prompt_keeps_its_row_while_its_group_is_alive():
+    sampled = make_sampled_prompts(SamplerConfig(**SAMPLERS["tasks"]), loader(), max_staleness=0)
+    [first] = sampled.draw([1], alive=())
+    row = sampled.rows_of([first])[0]["idx"]
+    sampled.record(first, [1.0])
+    for step in (2, 3):
+        sampled.draw([step], alive=[first])
+        assert sampled.rows_of([first])[0]["idx"] == row
+
+
 class Wrong(PromptSampler):
     """Returns the given rows, state and metrics."""
 
