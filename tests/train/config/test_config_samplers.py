@@ -37,7 +37,7 @@ def problems(registry, sampler, *overrides, example="grpo_addition"):
     "sampler",
     [
         {"name": "pass_rate_band", "low": 0.1, "exploration": 0.0},
-        {"name": "task_mix", "temperature": 0.5, "delay": 3},
+        {"name": "task_mix", "task_temperature": 0.5, "delay": 3},
         {"name": "stages", "bounds": [2, 4], "at_steps": [10, 20]},
         {"name": "stages", "key": "level", "bounds": [2], "at_reward": 0.7, "window": 16},
         {"name": "acme_sampler.LowestFirst", "kwargs": {"initial": 0.2}},
@@ -58,7 +58,10 @@ def test_valid_samplers_are_accepted_and_read_back_from_all_of_their_values(regi
         ),
         ({"name": "pass_rate_band", "low": 0.8}, "the band from low (0.8) to high (0.8) is empty: low must be below high"),
         ({"name": "pass_rate_band", "exploration": 1.5}, "at most 1.0; found 1.5"),
-        ({"name": "pass_rate_band", "temperature": 2.0}, "sampler 'pass_rate_band' does not use temperature: remove it"),
+        (
+            {"name": "pass_rate_band", "task_temperature": 2.0},
+            "sampler 'pass_rate_band' does not use task_temperature: remove it",
+        ),
         ({"name": "task_mix", "window": 3}, "sampler 'task_mix' does not use window"),
         ({"name": "task_mix", "kwargs": {"a": 1}}, "sampler 'task_mix' does not use kwargs"),
         ({"name": "task_mix", "hight": 1.0}, "hight"),

@@ -120,11 +120,6 @@ class RuntimeNeeds:
         return self.rollouts is not None or self.samples_in_validation
 
     @property
-    def extra_scored_rows(self) -> int:
-        """See `RecordNeeds`; 0 without records."""
-        return 0 if self.records is None else self.records.extra_scored_rows
-
-    @property
     def training_data(self) -> bool:
         """Whether the run needs training data."""
         return self.rollouts is not None or self.records is not None

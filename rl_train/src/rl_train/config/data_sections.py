@@ -55,7 +55,7 @@ class ImagesConfig(Section):
 
 _OF_SAMPLER = {
     "pass_rate_band": ("low", "high", "exploration", "rest", "new_weight"),
-    "task_mix": ("temperature", "min_share", "new_weight"),
+    "task_mix": ("task_temperature", "min_share", "new_weight"),
     "stages": ("key", "bounds", "at_steps", "at_reward", "window"),
 }
 """The settings of each registered prompt sampler."""
@@ -85,8 +85,8 @@ class SamplerConfig(Section):
     new_weight: float | None = Field(default=None, gt=0.0, le=1.0)
     """For `pass_rate_band` and `task_mix`: weight of the newest group in the running mean of a prompt's reward or of a task's
     spread. By default 0.5 for the first and 0.05 for the second."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """For `task_mix`: shares of tasks are proportional to their spread to the power of 1 / temperature."""
+    task_temperature: float = Field(default=1.0, gt=0.0)
+    """For `task_mix`: shares of tasks are proportional to their spread to the power of 1 / task_temperature."""
     min_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     """For `task_mix`: smallest share of a task."""
     key: str | None = None

@@ -391,7 +391,7 @@ def _make_sampler(config: SamplerConfig, rows: PromptRows) -> PromptSampler:
         case "task_mix":
             return TaskMix(
                 rows,
-                temperature=config.temperature,
+                temperature=config.task_temperature,
                 min_share=config.min_share,
                 new_weight=0.05 if config.new_weight is None else config.new_weight,
             )
