@@ -203,7 +203,7 @@ def test_a_resolved_default_of_megatron():
 def test_a_name_that_means_something_else_in_another_library_suggests_both_keys():
     assert "Did you mean env.<name>.max_length or policy.max_total_sequence_length?" in explain("max_length").stderr
     assert "Did you mean policy.sequence_packing?" in explain("packing").stderr
-    assert "Did you mean checkpointing.metric_name?" in explain("metric_for_best_model").stderr
+    assert "Did you mean checkpointing.metric_name or stop.metric_name?" in explain("metric_for_best_model").stderr
     assert "Did you mean loss_fn.sft_loss_weight?" in explain("rpo_alpha").stderr
     assert "Did you mean loss_fn.beta or loss_fn.reference_policy_kl_penalty?" in explain("beta").stderr
     both = "Did you mean grpo.adv_estimator.reward_weights or env.<name>.reward_weights?"

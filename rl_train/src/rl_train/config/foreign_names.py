@@ -126,7 +126,6 @@ MEANINGS = {
     "greater_is_better": "higher_is_better",
     "early_stopping_patience": "patience",
     "early_stopping_threshold": "min_delta",
-    "early_stopping": "stop",
     "nnodes": "num_nodes",
     "n_gpus_per_node": "workers_per_node",
     "ddp_timeout": "distributed_timeout_s",
@@ -180,6 +179,7 @@ _INSTEAD = {
     "hub_revision hub_private_repo hub_always_push",
     "There is no entropy bonus.": "entropy_coef entropy_coeff use_adaptive_entropy entropy_coef_min entropy_coef_max "
     "entropy_coef_delta entropy_target",
+    "Set the section `stop`.": "early_stopping",
     "The device decides: NCCL on GPUs, gloo on CPUs.": "ddp_backend",
     "`rlcore train` trains, and `rlcore eval` evaluates.": "do_train do_eval do_predict",
     "It has no equivalent: remove it.": "use_liger_kernel liger_kernel_config neftune_noise_alpha label_smoothing_factor "
