@@ -38,7 +38,7 @@ CONTROL = textwrap.dedent(
     from rl_core.plugins import Control
 
     def halve_and_stop(step):
-        return Control(lr_factor=0.5, stop="half is enough" if step == 3 else None)
+        return Control(lr_factor=0.5, kl_weight=0.3, stop="half is enough" if step == 3 else None)
     """
 )
 
@@ -112,10 +112,11 @@ def test_a_killed_run_with_rollouts_in_progress_resumes_without_losing_or_repeat
 def test_a_run_stopped_by_a_callback_with_rollouts_in_progress_continues_without_losing_or_repeating_a_prompt(
     train, config, tmp_path
 ):
-    """On two ranks, whose learning rate the callback halves; a killed process would leave the same checkpoint."""
+    """On two ranks, whose learning rate and KL weight the callback changes."""
     (tmp_path / "control.py").write_text(CONTROL)
     callbacks = {"control": {"name": "control.halve_and_stop"}}
-    config = {**config, "cluster": {"workers_per_node": 2}, "callbacks": callbacks}
+    loss = {**config["loss_fn"], "reference_policy_kl_penalty": 0.1}
+    config = {**config, "loss_fn": loss, "cluster": {"workers_per_node": 2}, "callbacks": callbacks}
     run = train(config)
     code, output = run.wait()
     assert code == 0, output
@@ -132,6 +133,10 @@ def test_a_run_stopped_by_a_callback_with_rollouts_in_progress_continues_without
     factors = [1.0] + [0.5] * (STEPS - 1)
     expected = [1e-4 * shape * factor for shape, factor in zip(schedule, factors, strict=True)]
     assert [steps[step]["lr"] for step in range(1, STEPS + 1)] == pytest.approx(expected)
+    for step, row in steps.items():
+        # The loss is that of the policy plus the weighted KL: float32 sums of terms of at most 1.
+        weight = 0.1 if step == 1 else 0.3
+        assert row["loss"] - row["loss/policy"] == pytest.approx(weight * row["kl/reference"], abs=3e-7)
 
 
 @pytest.mark.ray

@@ -27,13 +27,8 @@ ALGORITHMS = {*WITHOUT_SAMPLES, "grpo", "ppo", "distillation", "algorithm"}
 CONTEXT = {"docs/evaluation.md": {"env": {"math": {}, "arithmetic": {}}}}
 INSTALLED = {"acme_game": "guess"}
 """Plugins that a page makes up, and the component that takes their place."""
-<<<<<<< HEAD
 FIELDS = "question prompt expected_answer answer chosen completion instruction_id_list kwargs initial_count expected_count"
 ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3", "label": True, "level": 1}
-=======
-FIELDS = "question prompt expected_answer answer chosen rejected instruction_id_list kwargs initial_count expected_count"
-ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3", "level": 1}
->>>>>>> f33da64e (Benchmark of prompt samplers: other samplers train longer on the equal task; task_temperature; docs)
 """The row of every data file."""
 
 

@@ -21,6 +21,8 @@ from rl_train.algorithms.rewards import KLInReward
 from rl_train.config.loader import load_config
 from rl_train.control import Callback, EarlyStopping, RunControl, add_callbacks, callbacks_of
 from rlcore_cli.main import main
+from rlcore_cli.report.page import ending_of
+from rlcore_cli.report.run_folder import read_run_folder
 
 ROOT = Path(__file__).parents[3]
 CALLBACKS = textwrap.dedent(
@@ -167,6 +169,7 @@ def test_a_stopped_run_ends_like_a_finished_one_and_only_an_explicit_resume_cont
     assert why in log(tmp_path)
     assert status(tmp_path).items() >= {"state": "finished", "steps": 1, "stopped": why}.items()
     assert checkpoints(tmp_path) == ["step_000001"]
+    assert ending_of(read_run_folder(tmp_path / "runs" / "run")).sentence == f"Finished: 1 of 5 steps, {why}."
 
     code, output, errors = train(callbacks=["stop_after_1"])
     assert code == 0, errors
@@ -261,8 +264,8 @@ def test_the_callback_of_the_documents_halves_the_learning_rate_until_it_is_too_
 
 @pytest.mark.slow
 def test_checkpoint_is_saved_when_a_callback_asks(train, tmp_path):
-    assert train("grpo.max_num_steps=3", callbacks=["save_at_2"])[0] == 0
-    assert checkpoints(tmp_path) == ["step_000002", "step_000003"]
+    assert train("grpo.max_num_steps=4", callbacks=["save_at_2"])[0] == 0
+    assert checkpoints(tmp_path) == ["step_000002", "step_000004"]
     assert "step 2: the callback 'callbacks.save_at_2' (my_callbacks.save_at_2) asks for a checkpoint" in log(tmp_path)
 
 

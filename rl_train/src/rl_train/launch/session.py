@@ -1,4 +1,4 @@
-"""What surrounds a run: its locked folder, log files, status.json, stop signals, event hooks and error reporting.
+"""What surrounds a run: its locked folder, log files, status.json, stop signals and error reporting.
 
 The first signal ends a run after the current step with a checkpoint, the second at once.
 """
