@@ -108,8 +108,8 @@ def end(tokenizer) -> list[int]:
     return [*tokenizer("red", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-def played(tokenizer, *prompts, history="as_sampled", samples=2):
-    engine, environment = Engine(end(tokenizer)), Turns()
+def played(tokenizer, *prompts, history="as_sampled", samples=2, environment=None):
+    engine, environment = Engine(end(tokenizer)), environment or Turns()
     rows = start_rollouts(prompts, samples)
     Collector(
         generation=engine,
@@ -224,6 +224,24 @@ def test_each_segment_of_a_rewritten_history_has_its_images_at_their_places(toke
     assert [[image.start for image in images] for images in again["images"]] == [
         [image.start for image in images] for images in batch["images"]
     ]
+
+
+class Opening(Turns):
+    """Adds a message to each prompt."""
+
+    def reset(self, metadata):
+        return {"role": "user", "content": "Look closely."}
+
+    def close(self, session):
+        return None
+
+
+def test_a_prompt_that_an_environment_adds_to_keeps_its_images(tokenizer, pictures):
+    rows, engine, _ = played(tokenizer, prompt(tokenizer, asked(*pictures)), environment=Opening())
+    assert "Look closely." in decode(tokenizer, engine.rows[0]["input_ids"][0].tolist())
+    assert [len(images) for images in to_batch(rows)["images"]] == [2, 2]
+    for sent in (*engine.rows, to_batch(rows)):
+        check_places(sent, 0)
 
 
 def test_text_of_a_placeholder_stays_text(tokenizer, pictures):

@@ -88,6 +88,21 @@ def test_rows_of_text_need_no_capability(tmp_path, model, registry):
 
 
 @pytest.mark.usefixtures("able")
+def test_a_teacher_with_another_image_processor_is_refused(tmp_path, model, registry):
+    other = tmp_path / "teacher"
+    write_processor(other, "qwen2_5_vl")
+    run = config_of(tmp_path, model, registry)
+    teacher = run.policy.model_copy(update={"model_name": str(other)})
+    taught = run.model_copy(update={"teacher": teacher})
+    assert Preparation(taught, registry).loaders.batches.take(2)["images"]
+    settings = other / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_pixels": 32 * 32}))
+    with pytest.raises(ConfigError, match="has other settings than that of the policy") as caught:
+        _ = Preparation(taught, registry).loaders
+    assert caught.value.key == "teacher.model_name"
+
+
+@pytest.mark.usefixtures("able")
 def test_images_for_a_model_of_text_are_one_error(tmp_path, registry):
     text_model = Path(__file__).parents[3] / "examples" / "addition" / "model"
     prepared = Preparation(config_of(tmp_path, text_model, registry), registry)

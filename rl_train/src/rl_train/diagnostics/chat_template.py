@@ -14,6 +14,7 @@ from typing import Any
 from rl_core.data.tokenizer import encode
 from rl_core.errors import DataError
 from rl_train.data.messages import get_first_index_that_differs, get_formatted_message_log
+from rl_train.data.special_tokens import in_parts, needs_parts
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 
 Message = dict[str, str]
@@ -188,8 +189,9 @@ class _TemplateFailed(Exception):
 def _render(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> str:
     from jinja2.exceptions import TemplateError
 
+    given = in_parts(messages) if needs_parts(tokenizer, str(tokenizer.chat_template)) else list(messages)
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=header)
+        text: str = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=header)
     except (TemplateError, TypeError) as error:  # Jinja does not catch exceptions of the template's expressions
         raise _TemplateFailed(str(error)) from error
     return text
