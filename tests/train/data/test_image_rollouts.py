@@ -220,10 +220,8 @@ def test_each_segment_of_a_rewritten_history_has_its_images_at_their_places(toke
         assert len(batch["images"][number]) == 1
         check_places(batch, number)
     assert batch["prompt_id"][0] == batch["prompt_id"][1]
-    again = split_segments(join_segments(batch))
-    assert [[image.start for image in images] for images in again["images"]] == [
-        [image.start for image in images] for images in batch["images"]
-    ]
+    batch["images"][1] = None  # the images of a segment are its own
+    assert split_segments(join_segments(batch))["images"] == batch["images"]
 
 
 class Opening(Turns):
