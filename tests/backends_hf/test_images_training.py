@@ -233,3 +233,11 @@ def test_a_text_model_of_a_family_with_both_is_loaded_without_a_tower(tmp_path):
     model = model_without_weights(str(tmp_path), options=HFConfig())
     assert type(model).__name__ == "Gemma3ForCausalLM"
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gemma3_text"
+
+
+def test_a_vision_language_model_of_another_family_is_refused_by_name(tmp_path):
+    text = {"model_type": "gemma", **tiny_vlms._TEXT, "head_dim": 8}
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=tiny_vlms._siglip(), projection_dim=32)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(NotSupportedError, match=r"of type paligemma are not supported, but those of type gemma3, idefics3"):
+        model_without_weights(str(tmp_path), options=HFConfig())

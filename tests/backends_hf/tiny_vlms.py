@@ -19,8 +19,8 @@ from rl_core.data.images import ImageInputs, RowImage
 VOCAB_SIZE = 160
 PLACEHOLDER, OPENS, CLOSES = 150, 151, 152
 """The token that is replaced by a feature, and those around a picture."""
-FAMILIES = ("idefics3", "qwen2_5_vl", "smolvlm", "qwen3_vl", "gemma3", "llava_onevision", "internvl")
-MROPE = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("idefics3", "qwen2_5_vl", "smolvlm", "qwen2_vl", "qwen3_vl", "gemma3", "llava_onevision", "internvl")
+MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose tokens have positions with three coordinates."""
 
 _TEXT = {
@@ -86,6 +86,12 @@ _CONFIGS: dict[str, Callable[[bool], transformers.PretrainedConfig]] = {
     "qwen2_5_vl": lambda tied: transformers.Qwen2_5_VLConfig(
         text_config={**_TEXT, "tie_word_embeddings": tied, "rope_parameters": _MROPE},
         vision_config={**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        tie_word_embeddings=tied,
+        **_QWEN,
+    ),
+    "qwen2_vl": lambda tied: transformers.Qwen2VLConfig(
+        text_config={**_TEXT, "tie_word_embeddings": tied, "rope_parameters": _MROPE},
+        vision_config={**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
         tie_word_embeddings=tied,
         **_QWEN,
     ),

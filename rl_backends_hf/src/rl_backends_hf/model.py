@@ -25,7 +25,7 @@ from rl_backends_base.shards import copy_from_files
 from rl_backends_hf.adapter_folder import adapter_as_model
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.pictures import language_model
+from rl_backends_hf.pictures import FAMILIES, language_model
 from rl_backends_hf.quantized import layers_to_quantize, quantization_of, use_dequantized_products
 from rl_backends_hf.scoring.scoring_model import init_head, prepare_head
 from rl_backends_hf.transformers_internals import attention_of, checkpoint_layers, names_of_layers
@@ -46,12 +46,22 @@ modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # it ignores th
 
 
 def auto_class(config: PretrainedConfig, head: Head) -> tuple[Any, type[PreTrainedModel] | None]:
-    """Transformers' class that loads the model of a config, and the model's class, if Transformers has it."""
+    """Transformers' class that loads the model of a config, and the model's class, if Transformers has it.
+
+    Raises:
+        NotSupportedError: it is a vision-language model of a family that was not tested: some do not attend causally to text.
+    """
     kind = type(config)
     if head == "scalar":
         return AutoModelForSequenceClassification, _CLASSIFIERS.get(kind, None)
     # A config of a family with both names the class with the tower; that of the language model alone names another.
     if kind in _VISION and (kind not in _CAUSAL or _VISION[kind].__name__ in (config.architectures or ())):
+        if kind not in _CAUSAL and config.model_type not in FAMILIES:
+            raise NotSupportedError(
+                f"`model_name`: vision-language models of type {config.model_type} are not supported, but those of type "
+                f"{', '.join(FAMILIES)} are.",
+                key="model_name",
+            )
         return AutoModelForImageTextToText, _VISION[kind]
     return AutoModelForCausalLM, _CAUSAL.get(kind, None)
 

@@ -22,7 +22,7 @@ from rl_core.data.batched_data_dict import to_device
 from rl_core.data.images import ImageInputs, RowImage
 from rl_core.errors import DataError
 
-FAMILIES: Final = ("gemma3", "idefics3", "internvl", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+FAMILIES: Final = ("gemma3", "idefics3", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Model types whose images are supported: tested against their own forward pass."""
 
 Images = Sequence[Sequence[RowImage] | None]
