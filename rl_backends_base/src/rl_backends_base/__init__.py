@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rl_backends_base.microbatches import ScoringInput as ScoringInput
     from rl_backends_base.microbatches import first_non_finite_loss as first_non_finite_loss
     from rl_backends_base.microbatches import non_finite_step_error as non_finite_step_error
-    from rl_backends_base.microbatches import outside_sets as outside_sets
     from rl_backends_base.microbatches import padded_input as padded_input
     from rl_backends_base.microbatches import reduce_metrics as reduce_metrics
     from rl_backends_base.microbatches import scored_tokens as scored_tokens

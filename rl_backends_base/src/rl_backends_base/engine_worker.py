@@ -44,7 +44,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
 
     Its section derives from `TokenwiseConfig`, unless tokenizer and limit have other keys there. It may also override
     `find_tokenizer`, `sampling_parameters`, `sampling_seed`, `can_offload`, `named_weights` (if the names of the checkpoint are
-    not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`, `min_p`,
+    not those of the modules), and the other methods of `TokenModel`. Its plugin declares `top_p`, `top_k`,
     `sampled_sets`, `top_logprobs`, `async_rows`, `refit_in_flight`, `held_weight_digests`, each transport, and, if the linear
     layers of the model are `nn.Linear` with the names of the checkpoint, `lora_adapters`.
 

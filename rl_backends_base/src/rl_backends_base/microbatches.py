@@ -126,7 +126,7 @@ class ScoringInput:
         shape: (b, T) of the original microbatch.
         repeat: [M'] int64; which of the M results each of the M' entries of `output_index` gets, if rows share tokens; None if
             M' is M and each gets its own.
-        sets: one for each of the M tokens: log-probabilities are those among its members; None for those among all tokens.
+        sets: The set of each of the M tokens, among which it is scored; None for all tokens.
     """
 
     input_ids: torch.Tensor

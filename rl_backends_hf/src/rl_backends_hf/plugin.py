@@ -45,7 +45,6 @@ def rlcore_generations() -> list[Component]:
                 Capability.IN_PROCESS,
                 Capability.TOP_P,
                 Capability.TOP_K,
-                Capability.MIN_P,
                 Capability.SAMPLED_SETS,
                 Capability.TOP_LOGPROBS,
                 Capability.IMAGES,

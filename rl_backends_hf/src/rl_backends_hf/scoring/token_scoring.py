@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_backends_base import ScoringInput, outside_sets
+from rl_backends_base import ScoringInput
+from rl_backends_base.microbatches import outside_sets
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_core.data.generation_io import SampledSets, select_sets
 from rl_core.errors import NotSupportedError

@@ -283,12 +283,8 @@ class Capability(StrEnum):
     """Engines: sample from this number of most likely tokens (`top_k`).
 
     Needs: log-probabilities are those under the filtered distribution."""
-    MIN_P = "min_p"
-    """Engines: sample from tokens with this fraction of the highest probability (`min_p`).
-
-    Needs: log-probabilities are those under the filtered distribution."""
     SAMPLED_SETS = "sampled_sets"
-    """Engines: training with `top_p`, `top_k` and `min_p`, if the policy has `scores_sampled_sets`.
+    """Engines: `min_p`, and training with `min_p`, `top_p` and `top_k` if the policy has `scores_sampled_sets`.
 
     Needs: reads the option `sampled_sets` of the column `sampling`, and returns the column `sampled_sets`."""
     SCORES_SAMPLED_SETS = "scores_sampled_sets"

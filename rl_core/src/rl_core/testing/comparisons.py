@@ -13,10 +13,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rl_core.config.section import Section
 from rl_core.config.validator import section_of_values
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import SETS, kept_tokens
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import WrongKindError
 from rl_core.plugins.component import Component, did_you_mean, is_path
 from rl_core.testing.promises import Found
+from rl_core.testing.reference import ReferenceModel, Weights, limited
 
 
 def check_logprobs(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float, when: str) -> str:
@@ -34,6 +36,22 @@ def check_logprobs(found: torch.Tensor, expected: torch.Tensor, *, tolerance: fl
             f"{float(expected[row, token]):.4f}."
         )
     return f"largest difference {largest:.1e} nats"
+
+
+def check_sets(
+    output: BatchedDataDict[Any], model: ReferenceModel, weights: Weights, *, temperature: float, **limits: Any
+) -> None:
+    """Compare the sets of sampled tokens, if there are any, with those that `limited` keeps of the reference's distribution."""
+    for row, sets in enumerate(output.get(SETS, ())):
+        tokens, end = output["output_ids"][row], int(output["unpadded_sequence_lengths"][row])
+        start = end - int(output["generation_lengths"][row])
+        kept = limited(model.log_distributions(weights, tokens[: end - 1], temperature=temperature), **limits)[start - 1 :]
+        found = torch.zeros(end, kept.shape[1], dtype=torch.bool)
+        found[kept_tokens(sets)] = True
+        wrong = ((found[start:] != (kept > -torch.inf)) & ~kept.isnan()).any(dim=-1)
+        if (at := int(wrong.int().argmax())) or bool(wrong[0]):
+            expected, own = ((each[at] > 0).nonzero().flatten().tolist() for each in (kept.exp(), found[start:]))
+            raise Found(f"the set of token {at} of the completion of row {row} is {own} with {limits}. It must be {expected}.")
 
 
 def check_unchanged(name: str, call: Callable[[BatchedDataDict[Any]], Any], rows: BatchedDataDict[Any]) -> None:

@@ -18,8 +18,8 @@ from rl_core.errors import DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.worker import GenerationFacts
 from rl_core.plugins.component import Kind
-from rl_core.testing import adapters, reference, sampled_sets
-from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
+from rl_core.testing import adapters, reference
+from rl_core.testing.comparisons import check_facts, check_logprobs, check_sets, check_unchanged, section_of
 from rl_core.testing.outputs.models import check_version, generated
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
 from rl_core.testing.reference import Llama, ReferenceModel, ReferenceSender
@@ -52,9 +52,9 @@ class _Subject(NamedTuple):
 
 _REFITTED = Condition(text="the engine has its own weights", holds=lambda tests: not tests.section().has_own_weights)
 _STOP_TOKENS = [*range(100, 140)]
+_FILTERS = {"top_k": 4, "top_p": 0.8}
 _FILTERED = Condition(
-    text="neither `top_k` nor `top_p` is declared",
-    holds=lambda tests: bool(sampled_sets.FILTERS.keys() & tests.capabilities()),
+    text="neither `top_k` nor `top_p` is declared", holds=lambda tests: bool(_FILTERS.keys() & tests.capabilities())
 )
 _OWN_OPTIONS: tuple[dict[str, Any] | None, ...] = ({"temperature": 1.3}, {"top_k": 3}, None, {"top_p": 0.6})
 """Options of the rows, in turn."""
@@ -385,16 +385,14 @@ class GenerationConformance(Conformance[_Subject]):
             ended += has_ended
         return f"{ended} of {_ROWS} rows"
 
-    @promise(
-        "With `top_k` and `top_p`, tokens are drawn from those that they keep, and log-probabilities are those among the kept.",
-        applies=_FILTERED,
-        after=_AGREES,
-    )
+    @promise("With `top_k` and `top_p`, tokens are drawn and scored among the kept.", applies=_FILTERED, after=_AGREES)
     def test_top_k_and_top_p_limit_the_tokens(self) -> str:
-        filters = sampled_sets.FILTERS
-        settings: dict[str, Any] = {name: filters[name] for name in filters.keys() & self.capabilities()}
+        settings: dict[str, Any] = {name: _FILTERS[name] for name in _FILTERS.keys() & self.capabilities()}
+        requested = {"sampling": [{"sampled_sets": True}] * _ROWS} if "sampled_sets" in self.capabilities() else {}
         with self.created_with(**settings):
-            return self._compared(self._generate(self._rows(seed=23)), when=f"with {settings}", **settings)
+            output = self._generate(BatchedDataDict({**self._rows(seed=23), **requested}))
+            check_sets(output, self.model, self.subject().sender.received, temperature=TEMPERATURE, **settings)
+            return self._compared(output, when=f"with {settings}", **settings)
 
     @property
     def _engine(self) -> GenerationInterface:
@@ -421,7 +419,6 @@ class GenerationConformance(Conformance[_Subject]):
     test_a_later_refit_brings_adapters_alone = adapters.test_a_later_refit_brings_adapters_alone
     test_adapters_outlast_a_pause = adapters.test_adapters_outlast_a_pause
     test_adapters_that_fit_no_layer_are_refused = adapters.test_adapters_that_fit_no_layer_are_refused
-    test_sampled_sets_are_the_kept_tokens = sampled_sets.test_sampled_sets_are_the_kept_tokens
 
     def _refitted(self, *, seed: int) -> _Subject:
         """Train the sender's weights and send them."""

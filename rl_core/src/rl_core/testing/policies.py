@@ -21,7 +21,6 @@ from rl_core.testing.comparisons import check_facts, check_logprobs, check_uncha
 from rl_core.testing.outputs.models import scored
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
 from rl_core.testing.reference import FIRST_BYTE, VOCABULARY, Llama, ReferenceModel, ReferenceTrainer, one_thread, transfer
-from rl_core.testing.sampled_sets import score_among_sets
 from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import Kind as DigestKind
 from rl_core.weights.fingerprint import combine, tensor_digests
@@ -143,10 +142,6 @@ class PolicyConformance(Conformance[_Subject]):
             difference = float((scores[row, 1:length] - expected.topk(_TOP).values).abs().max().detach())
             if not difference <= self.tolerance:
                 raise Found(f"the {_TOP} largest log-probabilities of row {row} differ by up to {difference:g} nats.")
-
-    @promise("Scores and loss are those among `sampled_sets`.", applies=declares("scores_sampled_sets"), after=_EVALUATION)
-    def test_scores_are_those_among_sampled_sets(self) -> str:
-        return score_among_sets(self._policy, self._reference, make_rows(seed=6), KitLoss(), self.tolerance)
 
     @promise("With `eval_mode`, `train` changes neither the weights nor their version.", after=_SCORES)
     def test_evaluation_takes_no_step(self) -> None:

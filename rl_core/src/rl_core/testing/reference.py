@@ -377,12 +377,7 @@ class ReferenceTrainer:
     def logprobs(self, rows: BatchedDataDict[Any]) -> torch.Tensor:
         """[B, T] float32 at the scoring temperature, in nats; 0.0 at position 0 and on padding."""
         ids, lengths = rows["input_ids"], rows["input_lengths"]
-        return self.model.logprobs(self.weights, ids, lengths, temperature=self.temperature)
-
-    @property
-    def temperature(self) -> float:
-        """The scoring temperature."""
-        return self._section.scoring_temperature
+        return self.model.logprobs(self.weights, ids, lengths, temperature=self._section.scoring_temperature)
 
     def outcome(self, rows: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, float]:
         """What a step should report, without taking it; `grad_norm` is before clipping. The gradients stay in the weights."""

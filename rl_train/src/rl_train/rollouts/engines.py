@@ -359,7 +359,8 @@ def _right_turn(row: RightRow) -> SampledTurn:
 def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> list[SampledTurn]:
     # Columns are read once per call: a call may have thousands of rows.
     ends, truncated, versions = (output[key].tolist() for key in ("unpadded_sequence_lengths", "truncated", "weight_version"))
-    token_versions, sets = output.get("token_versions"), output.get(SETS) or [None] * len(requests)
+    sets: list[SampledSets | None] = output.get(SETS) or [None] * len(requests)
+    token_versions = output.get("token_versions")
     turns = []
     for row, request in enumerate(requests):
         sampled = slice(request.token_ids.numel(), ends[row])

@@ -34,7 +34,7 @@ def rlcore_generations():
             config="rl_backends_litgpt.config:LitGPTGenerationConfig",
             summary="Samples from a LitGPT model with its cache",
             capabilities=(
-                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k", "min_p"),
+                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k"),
                 *("sampled_sets", "top_logprobs"),
                 *TRANSPORTS,
             ),

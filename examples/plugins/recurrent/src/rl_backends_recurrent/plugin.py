@@ -34,7 +34,7 @@ def rlcore_generations():
             config="rl_backends_recurrent.config:RecurrentGenerationConfig",
             summary="Samples from a recurrent language model (GRU), whose state has a fixed size",
             capabilities=(
-                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k", "min_p"),
+                *("in_process", "held_weight_digests", "async_rows", "refit_in_flight", "top_p", "top_k"),
                 *("sampled_sets", "top_logprobs"),
                 *TRANSPORTS,
             ),

@@ -204,33 +204,27 @@ def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> s
 
 
 def _sets_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first row that requested the sets of its tokens and has other ones, or None."""
-    requested = [bool((options or {}).get(SETS)) for options in data.get("sampling", ())]
-    if not any(requested):
+    """What is wrong with the sets of kept tokens of the rows that requested them (`sampling`), or None."""
+    requests, failures = data.get("sampling", ()), output.get("failures")
+    rows = [row for row, own in enumerate(requests) if (own or {}).get(SETS) and (failures is None or failures[row] is None)]
+    if not rows:
         return None
-    if SETS not in output or len(output[SETS]) != len(requested):
-        return f"returned no column `{SETS}` with {len(requested)} rows, although `sampling` requests it."
-    failures, sampled = output.get("failures") or [None] * len(requested), output["output_ids"]
-    rows = [row for row, wants in enumerate(requested) if wants and failures[row] is None]
-    ends, starts = output["unpadded_sequence_lengths"].tolist(), data["input_lengths"].tolist()
-    for row in rows:
-        sets = output[SETS][row]
-        if sets is None or len(sets["counts"]) != ends[row] or len(sets["words"]) != int(sets["counts"].sum()):
-            return f"returned `{SETS}` of row {row} that do not describe its {ends[row]} tokens of prompt and completion."
-    # All rows at once: a call has thousands of tokens.
-    joined, tokens = joined_sets(output[SETS][row] for row in rows), torch.cat([sampled[row, : ends[row]] for row in rows])
-    is_sampled = torch.cat([torch.arange(ends[row]) >= starts[row] for row in rows])
+    found: list[SampledSets | None] = [output[SETS][row] for row in rows] if SETS in output else [None] * len(rows)
+    sets, ends = [each for each in found if each is not None], output["unpadded_sequence_lengths"][rows]
+    sizes = [len(each["counts"]) for each in sets if len(each["words"]) == int(each["counts"].sum())]
+    if sizes != ends.tolist():
+        return f"returned no `{SETS}` for each token of prompt and completion of the rows whose `sampling` requests them."
+    joined = joined_sets(sets)  # all rows at once: a call has thousands of tokens
+    tokens = torch.cat([output["output_ids"][row, :end] for row, end in zip(rows, ends, strict=True)])
+    is_sampled = torch.cat([torch.arange(end) >= int(data["input_lengths"][row]) for row, end in zip(rows, ends, strict=True)])
     (position, ids), has_none = kept_tokens(joined), joined["counts"] == 0
     fits = torch.where(is_sampled, has_none.index_fill(0, position[ids == tokens[position]], True), has_none)
     if bool(fits.all()):
         return None
-    number, at = int(fits.int().argmin()), 0
-    for row in rows:
-        if number < (at := at + ends[row]):
-            break
+    number = int(fits.int().argmin())
     return (
-        f"returned a set in `{SETS}` of row {row} that does not fit its token {int(tokens[number])} at position "
-        f"{number - at + ends[row]}: the set of a sampled token contains it, and other tokens have none."
+        f"returned a set in `{SETS}` of row {rows[int((ends.cumsum(0) <= number).sum())]} that does not fit its token "
+        f"{int(tokens[number])}: the set of a sampled token contains it, and other tokens have none."
     )
 
 
