@@ -56,6 +56,12 @@ def answered(tmp_path):
     return rows
 
 
+def test_a_prompt_sampler_in_the_data_of_a_trainer_that_does_not_sample_is_refused(answered):
+    data = {"train": {"dataset_name": "arithmetic", "with_response": True}, "sampler": {"name": "pass_rate_band"}}
+    with pytest.raises(ConfigError, match="sft does not sample prompts, so the section has no effect"):
+        trained(SFTTrainer, data)
+
+
 @pytest.mark.slow
 def test_rows_tables_and_paths_take_the_steps_of_the_config(answered, tmp_path):
     section = {

@@ -254,29 +254,18 @@ _SAMPLER = "data/sampler/"
 _SAMPLER_STEPS = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Values at some steps.
-
-    Attributes:
-        steps: The steps.
-        rows: Name and values.
-    """
-
-    steps: Sequence[int]
-    rows: Sequence[tuple[str, Sequence[float | None]]]
-
-
-def _prompts(run: RunFolder) -> Table | None:
-    """What the prompt sampler recorded, at steps spread evenly over the run; None without a sampler."""
+def _prompts(run: RunFolder) -> dict[str, Any] | None:
+    """The `steps` and `rows` of a table of what the prompt sampler recorded, at steps spread evenly over the run, if any."""
     names = [name for name in run.names() if name.startswith(_SAMPLER)]
     recorded = [step for step, row in run.metrics.items() if not row.keys().isdisjoint(names)]
     if not recorded:
         return None
     last = len(recorded) - 1
     steps = list(dict.fromkeys(recorded[round(part * last / (_SAMPLER_STEPS - 1))] for part in range(_SAMPLER_STEPS)))
-    rows = [(name.removeprefix(_SAMPLER), [run.metrics[step].get(name) for step in steps]) for name in names]
-    return Table(steps=steps, rows=rows)
+    return {
+        "steps": steps,
+        "rows": [(name.removeprefix(_SAMPLER), [run.metrics[step].get(name) for step in steps]) for name in names],
+    }
 
 
 _COLOURS = {"train": 0, "refit": 1, "score": 2, "train_value": 3, "validate": 4, "rollout": 7}

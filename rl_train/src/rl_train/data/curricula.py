@@ -217,12 +217,12 @@ class TaskMix(PromptSampler):
             of_task.setdefault(task, []).append(row)
         if len(of_task) == 1:
             raise ConfigError(
-                f"data.sampler: task_mix mixes tasks, but all rows have the task {next(iter(of_task))!r}. Set `task_name` in "
+                f"task_mix mixes tasks, but all rows have the task {next(iter(of_task))!r}. Set `task_name` in "
                 "the sections of the datasets or in the rows, or remove the sampler."
             )
         if min_share * len(of_task) > 1.0:
             raise ConfigError(
-                f"data.sampler.min_share is {min_share}, but there are {len(of_task)} tasks: at most {1 / len(of_task):.3g}.",
+                f"is {min_share}, but there are {len(of_task)} tasks: at most {1 / len(of_task):.3g}.",
                 key="data.sampler.min_share",
             )
         self._passes = {
