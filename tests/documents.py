@@ -37,10 +37,7 @@ MODULES = {
     "my_agents/adder.py": blocks("docs/agents.md", "python")[0],
     "my_package/my_environment.py": "\n".join(blocks("docs/environments.md", "python")),
     "my_samplers.py": blocks("docs/curricula.md", "python")[0],
-<<<<<<< HEAD
     "my_callbacks.py": blocks("docs/callbacks.md", "python")[0],
-=======
->>>>>>> 6caccaa6 (Errors of prompt samplers name their key once; a trainer that does not sample refuses one)
     "my_rewards.py": blocks("docs/rewards.md", "python")[0] + "\n\ncorrect = exact = short\n",
     "my_tools.py": "\n".join(blocks("docs/tools.md", "python")),
 }
