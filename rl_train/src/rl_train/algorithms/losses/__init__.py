@@ -27,10 +27,8 @@ __all__ = [
 __getattr__ = import_on_first_use(
     __name__,
     {
-        ".config": (
-            "BradleyTerryLossConfig ClippedPGLossConfig DPOLossConfig DistillationLossConfig GRPOLossConfig KTOLossConfig "
-            "MseValueLossConfig NLLLossConfig PreferenceLossConfig"
-        ),
+        ".config": "ClippedPGLossConfig DistillationLossConfig GRPOLossConfig MseValueLossConfig NLLLossConfig",
+        ".preference_configs": "BradleyTerryLossConfig DPOLossConfig KTOLossConfig PreferenceLossConfig",
         ".kl": "calculate_kl",
         ".distillation": "DistillationLossFn",
         ".policy_gradient": "ClippedPGLossFn GRPOLossFn",
