@@ -1,4 +1,4 @@
-"""Images of rows: the tensors of a picture from a model's processor, and which tokens of the row stand for it.
+"""Images of rows: the tensors that a model's processor returns for a picture, and which tokens of the row stand for it.
 
 A row with images has both its tokens, with the placeholders of each image, and the tensors that the model's forward pass takes
 for it, in the column `images`: per row a list of `RowImage` in the order of their tokens, or None. Engine and policy get the
