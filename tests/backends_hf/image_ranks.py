@@ -18,33 +18,18 @@ from conftest import NLL, SGD, counts_of, make_config, make_context
 from rank_processes import fork_ranks
 
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.data.batched_data_dict import BatchedDataDict
-
-CASES = (
-    ("replicate", "float32", []),
-    ("fsdp2", "float32", []),
-    ("fsdp2", "bfloat16", ["vis*"]),
-)
-"""Mode, data type and frozen modules."""
-TEXT_ROW = 1
-
-
-def rows_of(family: str) -> BatchedDataDict:
-    """Three rows with pictures, and three without."""
-    rows = tiny_vlms.conversations(family)
-    return rows.select_indices([0, 2, 3, TEXT_ROW, 5, TEXT_ROW])
 
 
 def work(rank: int) -> None:
     """All families and cases on one rank."""
     models, out, ports = Path(sys.argv[1]), Path(sys.argv[2]), iter(map(int, sys.argv[3:]))
     for folder in sorted(models.iterdir()):
-        for mode, precision, freeze in CASES:
+        for mode, precision, freeze in tiny_vlms.OF_RANKS:
             hf = {"data_parallel": mode, "freeze": freeze}
             fields = {"precision": precision, "optimizer": SGD, "max_grad_norm": None, "train_micro_batch_size": 2}
             worker = HFPolicyWorker(make_context(rank, 2, next(ports)), make_config(str(folder), hf=hf, **fields))
             worker.setup()
-            rows = rows_of(folder.name)
+            rows = tiny_vlms.rows_of_ranks(folder.name)
             own = rows.slice(3 * rank, 3 * rank + 3)
             manifest = worker.weight_manifest()
             before = {name: tensor.clone() for name, tensor in worker.iter_weights()}

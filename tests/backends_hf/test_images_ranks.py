@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import image_ranks
 import pytest
 import torch
-from image_ranks import CASES, rows_of
 from policy_cases import largest_relative_error
 from rank_processes import RankProgram
-from tiny_vlms import plain, plain_logprobs, plain_loss
+from tiny_vlms import OF_RANKS, plain, plain_logprobs, plain_loss, rows_of_ranks
 
 from rl_backends_base import CheckpointNames
 from rl_backends_hf.model import load_model
@@ -17,7 +15,6 @@ from rl_core.backend import weights_of
 from rl_core.rendezvous.interfaces import free_port
 
 FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl")
-assert image_ranks.TEXT_ROW == 1
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +24,7 @@ def results(vlm_folder, tmp_path_factory):
     for family in FAMILIES:
         (models / family).symlink_to(vlm_folder(family))
     ports = {free_port("127.0.0.1") for _ in range(60)}
-    assert len(ports) >= len(FAMILIES) * len(CASES)
+    assert len(ports) >= len(FAMILIES) * len(OF_RANKS)
     RankProgram(Path(__file__).with_name("image_ranks.py"), models, out, *sorted(ports)).wait()
     return out
 
@@ -41,11 +38,11 @@ def gradients_by_checkpoint_name(folder, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "precision", "freeze"), CASES)
+@pytest.mark.parametrize(("mode", "precision", "freeze"), OF_RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_as_one_although_one_has_no_images(vlm_folder, results, family, mode, precision, freeze):
     found = [torch.load(results / f"{family}-{mode}-{precision}-{rank}.pt") for rank in range(2)]
-    model, rows = plain(vlm_folder(family)), rows_of(family)
+    model, rows = plain(vlm_folder(family)), rows_of_ranks(family)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (freeze and ".vis" in name))
     loss = plain_loss(model, rows)

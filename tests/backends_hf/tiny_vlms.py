@@ -251,6 +251,15 @@ def samples(family: str) -> BatchedDataDict:
     return batch(rows, prompt_id=torch.tensor(prompts))
 
 
+OF_RANKS = (("replicate", "float32", []), ("fsdp2", "float32", []), ("fsdp2", "bfloat16", ["vis*"]))
+"""Mode, data type and frozen modules of two ranks."""
+
+
+def rows_of_ranks(family: str) -> BatchedDataDict:
+    """Three rows with pictures, for the first rank, and three without."""
+    return conversations(family).select_indices([0, 2, 3, 1, 5, 1])
+
+
 def plain(folder: str) -> Any:
     """The model by Transformers, float32."""
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
