@@ -148,7 +148,7 @@ def test_pictures_of_a_session_are_compared_not_only_its_tokens(vlm_folder, engi
         check_logprobs(output, rows, plain(vlm_folder(family)))
 
 
-@pytest.mark.parametrize("transport", [ByReferenceTransport, SharedMemoryTransport])
+@pytest.mark.parametrize("transport", [pytest.param(ByReferenceTransport, marks=pytest.mark.slow), SharedMemoryTransport])
 @pytest.mark.parametrize("family", EACH)
 def test_a_refit_sends_tower_and_projector(vlm_folder, tmp_path, family, transport):
     section = {"optimizer": {"kwargs": {"lr": 1e-2}}, "max_total_sequence_length": 256}
