@@ -22,7 +22,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.files import parse_size
 from rl_train.plan import suggestions, time_plan
-from rl_train.plan.planner import microbatch, with_shared_prefixes
+from rl_train.plan.planner import microbatch, plan_memory, with_shared_prefixes
 from rl_train.plan.time_plan import GPUS, plan_time
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,6 +48,22 @@ def test_the_quickstart_is_planned_by_process_and_phase():
     assert processes["policy"]["peak"] == max(sum(parts.values()) for parts in phases.values())
     assert any("every row is counted with 16 tokens" in text for text in planned["not_counted"])
     assert planned["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # 4 bytes for each of 18 kept tokens of 5 sampled ones, and for each of 16 tokens of a row; 512 rows.
+        (["policy.generation.top_p=0.9"], 4 * 512 * (18 * 5 + 16)),
+        (["policy.generation.top_p=0.9", "policy.generation.top_k=3"], 4 * 512 * (3 * 5 + 16)),
+        ([], None),
+    ],
+)
+def test_the_tokens_that_filters_keep_are_part_of_the_plan(overrides, expected):
+    config = load_config(GRPO, [*overrides, IN_PROCESS]).run
+    planned = plan_memory(config, Registry(discover()), on_gpu=False, limit=None)
+    [process] = planned.processes
+    assert process.phases[process.peak_phase].get("kept tokens") == expected
 
 
 def test_overrides_that_make_a_run_fit_make_it_fit_when_they_are_applied():

@@ -265,9 +265,9 @@ def _sets(run: RunConfig) -> dict[str, int]:
     vocabulary: int = model.get_text_config(decoder=True).vocab_size
     largest = min(section.top_k or vocabulary, vocabulary)
     words = largest if largest <= MOST_SET_IDS else max(MOST_SET_IDS, -(-vocabulary // 32) + 1)
-    tokens = section.max_new_tokens * max(run.max_turns.values(), default=1)
-    tokens = rows_of_step(run) * min(tokens, run.policy.max_total_sequence_length)
-    return {"kept tokens": min(4 * (words + 1) * tokens, MOST_SET_BYTES)}
+    length = run.policy.max_total_sequence_length
+    sampled = min(section.max_new_tokens * max(run.max_turns.values(), default=1), length)
+    return {"kept tokens": min(4 * rows_of_step(run) * (words * sampled + length), MOST_SET_BYTES)}
 
 
 def _named(component: _Component, parts: Parts, components: list[_Component]) -> Parts:
