@@ -129,7 +129,9 @@ def test_a_run_is_asked_as_in_training_unless_that_is_turned_off(chat, trained, 
 def test_the_system_message_of_the_run_is_replaced_by_an_option(chat, trained, monkeypatch):
     run, asked = trained(model=MODEL.parents[1] / "tools/model", prompt={"system_prompt": "Add."}), []
     prompt = ChatFormat.prompt
-    monkeypatch.setattr(ChatFormat, "prompt", lambda self, messages: asked.append(messages[0]) or prompt(self, messages))
+    monkeypatch.setattr(
+        ChatFormat, "prompt", lambda self, messages, *images: asked.append(messages[0]) or prompt(self, messages, *images)
+    )
     for option in ((), ("--system", "Calculate."), ("--as-is",)):
         assert chat("1", arguments=(run, "--max-tokens", "1", *option))[0] == 0
     assert [message["content"] for message in asked] == ["Add.", "Calculate.", "1"]

@@ -211,7 +211,7 @@ def test_sigterm_while_a_model_loads_is_reported_in_one_line():
 import logging, signal
 from rl_serve import served_model
 from rl_serve.edge import exit_on_sigterm
-def load(*arguments):
+def load(*arguments, **limits):
     arguments[-1].callback(logging.warning, "did not shut down by itself")
     signal.raise_signal(signal.SIGTERM)
 served_model._of_model = load

@@ -115,10 +115,15 @@ class AgentRoutes:
         """The next turn of a rollout."""
         turns = self.turns_of(request.scope)
         self._refuse_unsupported(body)
-        messages = read_messages([message.model_dump() for message in body.messages])
+        messages, images = await self._threads.run(
+            self._chat.with_references,
+            read_messages([message.model_dump() for message in body.messages], images=turns.images),
+        )
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        prompt, placed = await self._threads.run(self._chat.prompt, messages, images, tools)
         requested = AgentRequest(
-            prompt=await self._threads.run(self._chat.prompt, messages, tools),
+            prompt=prompt,
+            images=placed,
             messages=[Message(**message) for message in messages],  # type: ignore[typeddict-item]
             stop_strings=body.stop_strings(),
             max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,

@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rl_core.http import HttpClient, HttpError, RequestLimits
+from rl_core.interfaces.records import plain_text
 from rl_serve.chat_format import read_messages
 from rl_serve.chat_service import ChatService, CompleteChat, Completion, refuse_with_code
 from rl_serve.errors import ApiError, model_not_found
@@ -326,10 +327,11 @@ class ProxyRoutes:
     ) -> dict[str, Any]:
         model = await self._backend.model_for(forwarded.get("model"), self._name)
         found = await self._backend.completions("chat/completions", {**forwarded, "model": model}, has="message")
+        log = [{**message, "content": plain_text(message["content"])} for message in messages]
         if forwarded.get("continue_final_message"):
-            messages = [*messages[:-1], {**messages[-1], "prefix": True}]
+            log[-1]["prefix"] = True
         for choice in found["choices"]:
-            choice |= await self._service.grade(messages, str(choice["message"].get("content") or ""), record)
+            choice |= await self._service.grade(log, str(choice["message"].get("content") or ""), record)
         return found
 
     async def _forward(self, path: str, body: Mapping[str, Any], request: Request, *, has: str) -> Response:

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rl_core.errors import ConfigError, DataError
+from rl_core.data.images import RowImage
+from rl_core.errors import ConfigError, DataError, format_value
 from rl_core.interfaces.records import ToolCall, text_of
 from rl_serve.errors import ApiError
 from rl_serve.requests import refuse_large_schema
 from rl_train.data.chat_template import ROLES, conversation_tokens
 from rl_train.data.conversations import read_tools
+from rl_train.data.image_sources import ImageSource
+from rl_train.data.images import located, read_images
 from rl_train.data.special_tokens import decode_answers
 from rl_train.tools.parsers import (
     MistralParser,
@@ -149,6 +152,7 @@ def _check_function(function: Mapping[str, Any], where: str, *, may_be_strict: b
 
 _IGNORED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "tool_calls")
 """Fields of messages that clients send back as they received them, and that change nothing if they are empty."""
+_DETAILS = (None, "auto", "low", "high")
 _FIELDS = {"assistant": ("name", "tool_calls"), "tool": ("name", "tool_call_id")}
 """Fields of a message besides role and content, by role; other roles have `name`."""
 
@@ -181,16 +185,42 @@ class ChatFormat:
     Args:
         tokenizer: the model's Transformers tokenizer.
         tool_parser: name of a parser of tool calls, or the dotted path of its class; chosen by the chat template if None.
+        max_images: largest number of images in a conversation; None for no limit.
     """
 
-    def __init__(self, tokenizer: Any, *, tool_parser: str | None = None) -> None:
-        self._tokenizer, self._parser_name = tokenizer, tool_parser
+    def __init__(self, tokenizer: Any, *, tool_parser: str | None = None, max_images: int | None = None) -> None:
+        self._tokenizer, self._parser_name, self._max_images = tokenizer, tool_parser, max_images
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: OfferedTools = NO_TOOLS) -> list[int]:
-        """Token ids of a conversation, up to the header of the model's next message.
+    def with_references(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], Sequence[RowImage]]:
+        """The conversation with references to its images, as environments have them, and these images, which are read now.
 
         Args:
             messages: from `read_messages`.
+
+        Raises:
+            ApiError: an image cannot be read, there are too many, or the model reads none.
+        """
+        contents = (message["content"] for message in messages if isinstance(message["content"], list))
+        count = sum(part["type"] != "text" for content in contents for part in content)
+        if not count:
+            return messages, ()
+        if self._max_images is not None and count > self._max_images:
+            raise ApiError(400, f"The messages have {count} images: at most {self._max_images} are allowed.", param="messages")
+        try:
+            read, found = read_images(messages, self._tokenizer)
+        except (DataError, ConfigError) as error:
+            text = f"{str(error)[:1].upper()}{str(error)[1:].rstrip('.')}."
+            raise ApiError(400, text, param="messages", code="invalid_image") from error
+        return read, found
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[RowImage] = (), tools: OfferedTools = NO_TOOLS
+    ) -> tuple[list[int], Sequence[RowImage]]:
+        """Token ids of a conversation, up to the header of the model's next message, and its images with their places in them.
+
+        Args:
+            messages: from `with_references`.
+            images: also from there.
             tools: from `read_offered_tools`.
 
         Raises:
@@ -200,10 +230,12 @@ class ChatFormat:
         _ = self._parser_of(tools) if tools else None
         try:
             tokens = conversation_tokens(
-                messages, self._tokenizer, add_generation_prompt=True, tools=list(tools.functions) or None
+                messages, self._tokenizer, add_generation_prompt=True, tools=list(tools.functions) or None, images=images
             )
+            placed = located(images, tokens)
         except DataError as error:
-            reason = f": {error.__cause__}" if error.__cause__ is not None else ", or would leave out a part of them."
+            cause = error if images else error.__cause__
+            reason = ", or would leave out a part of them." if cause is None else f": {cause}"
             raise ApiError(
                 400,
                 f"The model's chat template does not support these messages{' and tools' if tools else ''}{reason}",
@@ -211,7 +243,7 @@ class ChatFormat:
             ) from error
         if not tokens:
             raise ApiError(400, "The messages are empty: they must have at least one token.", param="messages")
-        return tokens
+        return tokens, placed
 
     def answer(
         self,
@@ -265,37 +297,81 @@ class ChatFormat:
             ) from error
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a request for `ChatFormat`: content is text, and unset fields are left out.
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], *, images: Mapping[str, RowImage] | None = None
+) -> list[dict[str, Any]]:
+    """The messages of a request for `ChatFormat`: content is text, or a list of parts if it has images, as they were sent.
+
+    Unset fields are left out.
+
+    Args:
+        messages: the messages of the body.
+        images: images that were read before, by the URLs that name them.
 
     Raises:
-        ApiError: a message has content that is not text, or a field that would be ignored.
+        ApiError: a message has content that is neither text nor an image in the request, or a field that would be ignored.
     """
-    return [_read_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [_read_message(message, f"messages[{number}]", images or {}) for number, message in enumerate(messages)]
 
 
-def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_message(message: Mapping[str, Any], where: str, images: Mapping[str, RowImage]) -> dict[str, Any]:
     role = message["role"]
     if role not in ROLES:
         raise ApiError(400, f"{where}.role is {role!r}: expected one of {', '.join(ROLES)}.", param=f"{where}.role")
     content = message.get("content")
     read: dict[str, Any] = {"role": role, "content": ""}
     if content is not None:
-        try:
-            read["content"] = text_of(content, where)
-        except DataError as error:
-            raise ApiError(
-                400,
-                f'{where}.content must be a string or a list of {{"type": "text", "text": STRING}}: images and other parts are '
-                "not supported.",
-                param=f"{where}.content",
-            ) from error
+        read["content"] = _read_content(content, role, f"{where}.content", images)
     elif not message.get("tool_calls"):
         raise ApiError(400, f"{where}.content is required.", param=f"{where}.content")
     for name, value in message.items():
         if name not in ("role", "content") and value is not None and not (name in _IGNORED and not value):
             read[name] = _field(name, value, role, f"{where}.{name}")
     return read
+
+
+def _read_content(content: Any, role: str, where: str, images: Mapping[str, RowImage]) -> str | list[dict[str, Any]]:
+    """A text, or the parts of a content with images."""
+    if not isinstance(content, list) or not any(part.get("type") == "image_url" for part in content):
+        return _read_text(content, where)
+    if role == "assistant":
+        raise ApiError(400, f"{where} has an image, but messages of the assistant are text.", param=where)
+    return [_read_part(part, f"{where}[{number}]", images) for number, part in enumerate(content)]
+
+
+def _read_text(content: Any, where: str) -> str:
+    try:
+        return text_of(content, where)
+    except DataError as error:
+        raise ApiError(
+            400,
+            f'{where} must be a string or a list of {{"type": "text", "text": STRING}} and '
+            '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}: other parts are not supported.',
+            param=where,
+        ) from error
+
+
+def _read_part(part: Mapping[str, Any], where: str, images: Mapping[str, RowImage]) -> dict[str, Any]:
+    """A part of a content with images. No file of this machine and no other server is ever read for a client."""
+    if part.get("type") != "image_url":
+        return {"type": "text", "text": _read_text([part], where)}
+    image = part.get("image_url")
+    image = image if isinstance(image, Mapping) else {}
+    url, detail = image.get("url"), image.get("detail")
+    if not isinstance(url, str) or detail not in _DETAILS:
+        details = ", ".join(filter(None, _DETAILS))
+        text = f'{where}.image_url must be {{"url": STRING}}, with an optional `detail` ({details}), which has no effect.'
+        raise ApiError(400, text, param=f"{where}.image_url")
+    if url in images:
+        return {"type": "image", "image": ImageSource(images[url])}
+    if not url.startswith("data:"):
+        raise ApiError(
+            400,
+            f"{where}.image_url.url is {format_value(url)}, but images are not downloaded. Send the content of the file as "
+            "`data:image/png;base64,...`.",
+            param=f"{where}.image_url.url",
+        )
+    return {"type": "image_url", "image_url": {"url": url} if detail is None else {"url": url, "detail": detail}}
 
 
 def _field(name: str, value: Any, role: str, where: str) -> Any:

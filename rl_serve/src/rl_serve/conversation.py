@@ -16,6 +16,7 @@ from rl_serve.requests import SamplingParameters
 from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, plan_sampling
 from rl_serve.served_model import ServedModel
 from rl_serve.text import completion_text
+from rl_train.data.image_sources import ImageSource, texts_of
 from rl_train.prompts.templates import PromptTemplate, load_prompt
 
 
@@ -45,15 +46,27 @@ class Conversation:
         filler: PromptFiller | None = None,
     ) -> None:
         self._model, self._engine = model, engine
-        self._chat = ChatFormat(model.tokenizer)
+        self._chat = ChatFormat(model.tokenizer, max_images=model.max_images)
         self._filler = filler or PromptFiller(None)
         self.cut_at: int | None = None
         self._system, self._temperature, self._max_tokens = system, temperature, max_tokens
         self._messages: list[dict[str, Any]] = []
+        self._attached: list[dict[str, Any]] = []
         self.reset()
+
+    def attach(self, path: str) -> None:
+        """Show a picture with the next message.
+
+        Raises:
+            ApiError: the file is not a picture that the model can read.
+        """
+        part = {"type": "image", "image": ImageSource(path)}
+        self._chat.with_references([{"role": "user", "content": [part]}])
+        self._attached.append(part)
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
+        self._attached = []
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def answer(self, text: str, *, on_text: Callable[[str], None] | None = None) -> str:
@@ -68,20 +81,23 @@ class Conversation:
                 it was passed to `on_text`; the message is not kept.
             WorkerError: the engine failed.
         """
-        messages = [*self._messages, {"role": "user", "content": text}]
+        content = [*self._attached, {"type": "text", "text": text}] if self._attached else text
+        messages = [*self._messages, {"role": "user", "content": content}]
+        prompt, images = self._chat.prompt(*self._chat.with_references(self._filler.conversation(messages)))
         plan = plan_sampling(
             self._model,
             Limits(),
-            [self._chat.prompt(self._filler.conversation(messages))],
+            [prompt],
             SamplingParameters(temperature=self._temperature),
             max_tokens=self._max_tokens,
             names=ParameterNames(max_tokens="--max-tokens"),
+            images=images,
         )
         try:
             answer = asyncio.run(self._sample(plan, on_text))
         except DataError as error:
             raise ApiError(400, str(error)) from error
-        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        self._messages, self._attached = [*messages, {"role": "assistant", "content": answer}], []
         return answer
 
     async def _sample(self, plan: SamplingPlan, on_text: Callable[[str], None] | None) -> str:
@@ -167,8 +183,8 @@ class PromptFiller:
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with its first user message filled into the prompt config.
 
-        Later messages stay as they are, so a conversation that grows keeps its beginning. The system message of the prompt
-        config is used if the conversation has none.
+        Later messages stay as they are, so a conversation that grows keeps its beginning. Images of the message are in front of
+        its text, as in training. The system message of the prompt config is used if the conversation has none.
 
         Raises:
             ApiError: there is no user message, or the prompt config needs several fields.
@@ -186,9 +202,11 @@ class PromptFiller:
                 f"The prompt config {self._template.source} needs {', '.join(needed)}: send these fields to /generate.",
                 param="messages",
             )
-        text = log[first]["content"]
+        text, content = "".join(texts_of(log[first])), log[first]["content"]
         *system, user = self._filled({**dict.fromkeys((*_QUESTION, *needed), text)})
-        log[first] = {**log[first], "content": user["content"]}
+        images = [part for part in content if part["type"] != "text"] if isinstance(content, list) else []
+        filled = [*images, {"type": "text", "text": user["content"]}] if images else user["content"]
+        log[first] = {**log[first], "content": filled}
         has_own = any(message["role"] in ("system", "developer") for message in log)
         return log if has_own else [*system, *log]
 

@@ -49,7 +49,7 @@ _MAX_PROBLEMS = 10
 """Number of problems of a body that are reported."""
 _MAX_CONTAINERS = 100_000
 """Number of arrays and objects of a body, whose memory is many times that of their text."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MAY_BE_INFINITE = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
 API_KEYS = "RLCORE_SERVE_API_KEYS"
 """Environment variable with the accepted keys, separated by commas."""

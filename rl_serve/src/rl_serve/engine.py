@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.images import RowImage
 from rl_core.errors import EngineDiedError, NotSupportedError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.event_loop import EventLoopThread, in_thread
 from rl_core.interfaces.generation import GenerationInterface
@@ -41,6 +42,8 @@ class SamplingRow:
     """Strings that end the completion; the sampled tokens include them."""
     sampling: Mapping[str, Any] | None = None
     """Its own options, such as `temperature` and `json_schema`: see `GenerationDatumSpec`; None for the engine's."""
+    images: Sequence[RowImage] = ()
+    """The images in the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +249,7 @@ def _as_batch(rows: Sequence[SamplingRow], *, stream: bool) -> BatchedDataDict[A
     return BatchedDataDict(
         {
             **({"sampling": sampling} if any(sampling) else {}),
+            **({"images": [list(row.images) or None for row in rows]} if any(row.images for row in rows) else {}),
             **({"stream_tokens": torch.ones(len(rows), dtype=torch.bool)} if stream else {}),
             "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import decode, encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
@@ -47,6 +48,7 @@ from rl_serve.sampling import (
 from rl_serve.served_model import ServedModel
 from rl_serve.text import completion_text
 from rl_serve.weights_api import WeightUpdates
+from rl_train.data.image_sources import texts_of
 from rl_train.rollouts.trajectory import sample_seed
 
 _log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class LocalRoutes:
     ) -> None:
         self._model, self._engine, self._limits, self._service = model, engine, limits, service
         self._updates = updates
-        self._chat = ChatFormat(model.tokenizer)
+        self._chat = ChatFormat(model.tokenizer, max_images=model.max_images)
         self._threads = TokenizerThreads()
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
         self._state = SharedCheck(
@@ -107,13 +109,13 @@ class LocalRoutes:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Complete a conversation, rendered by the model's chat template."""
         (most, limit_name), record = body.token_limit(), body.record()
-        messages = await self._threads.run(self._messages_of, body)
+        messages, images = await self._threads.run(self._messages_of, body)
         names = ParameterNames(prompt="messages", max_tokens=limit_name, top_logprobs="top_logprobs")
         if self._service.code is not None:
             refuse_with_code(body.model_dump())
-            completer = self._completer(body, most, names)
+            completer = self._completer(body, most, names, images)
             return await self._service.respond(messages, completer, body, request, model=self._model.name, limits=self._limits)
-        choices = await self._chat_choices(body, messages, max_tokens=most, names=names)
+        choices = await self._chat_choices(body, messages, images, max_tokens=most, names=names)
         if body.stream:
             return self._stream(body, choices)
         found = await self._whole(choices, request)
@@ -156,14 +158,16 @@ class LocalRoutes:
         identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
         return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
 
-    def _completer(self, body: SamplingParameters, max_tokens: int | None, names: ParameterNames) -> CompleteChat:
+    def _completer(
+        self, body: SamplingParameters, max_tokens: int | None, names: ParameterNames, images: Sequence[RowImage] = ()
+    ) -> CompleteChat:
         """The function that continues a conversation."""
         base = new_seed() if body.seed is None else body.seed
 
         async def complete(choice: int, messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
             seeded = body.model_copy(update={"seed": sample_seed(base, number, choice)})
-            prompt = await self._threads.run(self._prompt, messages)
-            plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
+            prompt, placed = await self._threads.run(self._prompt, messages, images)
+            plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names, images=placed)
             row = (await self._collect(plan))[0]
             stops = plan.rows[0].stop_strings
             return Completion(
@@ -175,15 +179,22 @@ class LocalRoutes:
 
         return complete
 
-    def _messages_of(self, body: ChatRequest) -> list[dict[str, Any]]:
+    def _messages_of(self, body: ChatRequest) -> tuple[Sequence[Mapping[str, Any]], Sequence[RowImage]]:
+        """The conversation of a request, and its images."""
         self._check(body)
         messages = self._service.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
         if body.continue_final_message:
             messages[-1]["prefix"] = True
-        return messages
+        return self._chat.with_references(messages)
 
     async def _chat_choices(
-        self, body: ChatRequest, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None, names: ParameterNames
+        self,
+        body: ChatRequest,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[RowImage],
+        *,
+        max_tokens: int | None,
+        names: ParameterNames,
     ) -> ChatChoices:
         """The choices of a chat completion, with the plan of their rows.
 
@@ -200,14 +211,16 @@ class LocalRoutes:
             raise ApiError(
                 400, 'response_format cannot be combined with tools. Set tool_choice to "none".', param="response_format"
             )
+        prompt, placed = await self._threads.run(self._prompt, messages, images, tools)
         plan = self._plan(
             body,
-            [await self._threads.run(self._prompt, messages, tools)],
+            [prompt],
             n=body.n,
             max_tokens=max_tokens,
             names=names if tools.schema is None else replace(names, json_schema="tools"),
             top_logprobs=body.top_logprobs or 0,
             json_schema=tools.schema if schema is None else schema,
+            images=placed,
         )
         return ChatChoices(
             tokenizer=self._model.tokenizer,
@@ -220,9 +233,11 @@ class LocalRoutes:
             tools=tools,
         )
 
-    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: OfferedTools = NO_TOOLS) -> list[int]:
-        refuse_long_text(self._model, (message["content"] for message in messages), param="messages")
-        return self._chat.prompt(messages, tools)
+    def _prompt(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[RowImage], tools: OfferedTools = NO_TOOLS
+    ) -> tuple[list[int], Sequence[RowImage]]:
+        refuse_long_text(self._model, (text for message in messages for text in texts_of(message)), param="messages")
+        return self._chat.prompt(messages, images, tools)
 
     def _check(self, body: SamplingRequest) -> None:
         """Refuse another model and unsupported fields."""

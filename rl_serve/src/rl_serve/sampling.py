@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl_core.data.images import RowImage
 from rl_core.plugins.component import Capability
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
@@ -35,6 +36,11 @@ class Limits:
     """Time that a client may take to read a part of its response, in seconds."""
     max_rows: int = 128
     """Number of completions of one request: prompts times `n`."""
+
+    def with_body(self, max_request_mib: int | None, *, has_images: bool) -> Limits:
+        """The limits for bodies of this size, by default 20 MiB if they may have images, else `max_body_bytes`."""
+        mib = 20 if max_request_mib is None and has_images else max_request_mib
+        return self if mib is None else replace(self, max_body_bytes=mib << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ def plan_sampling(
     names: ParameterNames | None = None,
     top_logprobs: int = 0,
     json_schema: Mapping[str, Any] | None = None,
+    images: Sequence[RowImage] = (),
 ) -> SamplingPlan:
     """The rows of a request.
 
@@ -82,6 +89,7 @@ def plan_sampling(
         names: names of the parameters; by default those of `/v1/completions`.
         top_logprobs: number of most likely tokens to return at each position.
         json_schema: what completions must fit; None for any text.
+        images: the images in the only prompt.
 
     Raises:
         ApiError: the server cannot sample this way, or a prompt is empty, too long, or has an unknown token.
@@ -122,6 +130,7 @@ def plan_sampling(
                 max_new_tokens=new_tokens,
                 stop_strings=stop_strings,
                 sampling=options or None,
+                images=images,
             )
             for choice in range(n)
         ]

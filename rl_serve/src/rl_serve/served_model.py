@@ -20,14 +20,16 @@ from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.component import Capability, Component, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_serve.settings import ServedImages
 from rl_train.config.data_sections import PromptConfig
 from rl_train.config.loader import load_config
 from rl_train.config.rules.rule import Use
 from rl_train.config.values import apply_overrides
-from rl_train.data.processors import load_policy_tokenizer
+from rl_train.data.images import ImageReader
+from rl_train.data.processors import load_policy_tokenizer, template_of_processor
 from rl_train.diagnostics.model_files import position_limit
 from rl_train.metrics.progress import reported_start
 from rl_train.run_folders.checkpoint_paths import find_weights
@@ -69,6 +71,10 @@ class ServedModel:
     """Name of its generation backend."""
     capabilities: Collection[str] = ()
     """What the backend declares that it can do."""
+    reads_images: bool = False
+    """Whether messages may have images. The `image_reader` of the tokenizer reads them, or says why there can be none."""
+    max_images: int = 0
+    """Largest number of images in the messages of a request."""
     tasks: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     """The environments of a run, by task."""
     prompts: Sequence[PromptConfig] = ()
@@ -90,7 +96,13 @@ class ServedModel:
 
 @contextmanager
 def started_model(
-    target: str, *, backend: str | None, overrides: Sequence[str] = (), name: str | None = None, best: bool = False
+    target: str,
+    *,
+    backend: str | None,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    best: bool = False,
+    images: ServedImages | None = None,
 ) -> Iterator[ServedModel]:
     """Start the engine of a model or run, and report at intervals how long that takes; it is shut down after the block.
 
@@ -100,12 +112,14 @@ def started_model(
         overrides: `key=value`; for a model, only keys of `policy.generation` have an effect and are allowed.
         name: name of the model in the API; by default the last component of `target`.
         best: for a run folder, use its best checkpoint instead of the newest.
+        images: limits of images in messages.
 
     Raises:
         ConfigError: there is no such model or run, several backends are installed, or a setting is wrong.
         WeightSyncError: the engine did not receive the weights of the checkpoint.
     """
     registry = Registry(discover())
+    images = images or ServedImages()
     label = name or (Path(target).resolve().name if Path(target).exists() else target)
     start: Callable[[], ServedModel]
     with ExitStack() as exits:
@@ -115,7 +129,7 @@ def started_model(
                     f"--backend {backend}: {target} is a run, which has its own engine. To change it, add the override "
                     f"policy.generation.backend={backend}."
                 )
-            start = partial(_of_run, Path(target), registry, overrides, label, exits, best=best)
+            start = partial(_of_run, Path(target), registry, overrides, label, exits, best=best, images=images)
         else:
             if best:
                 raise ConfigError(f"--best chooses among the checkpoints of a run, but {target} is a model. Remove --best.")
@@ -123,7 +137,7 @@ def started_model(
                 require_model(target)
             except DataError as error:
                 raise DataError(f"{error}.{similar_runs(target)}") from error
-            start = partial(_of_model, target, registry, backend, overrides, label, exits)
+            start = partial(_of_model, target, registry, backend, overrides, label, exits, images=images)
         with _stopped_in_one_line(label), reported_start(f"loading {label}:", _report):
             model = start()
         yield model
@@ -150,7 +164,14 @@ def is_run(path: Path) -> bool:
 
 
 def _of_model(
-    target: str, registry: Registry, backend: str | None, overrides: Sequence[str], label: str, exits: ExitStack
+    target: str,
+    registry: Registry,
+    backend: str | None,
+    overrides: Sequence[str],
+    label: str,
+    exits: ExitStack,
+    *,
+    images: ServedImages,
 ) -> ServedModel:
     component = registry.find("generation", backend or _only_backend(registry))
     model = component.load_config()
@@ -158,14 +179,21 @@ def _of_model(
         raise ConfigError(f"The generation backend {component.name!r} has no config section, so it cannot be served by name.")
     values = {"backend": component.name, "model_name": target, **_values_of(overrides)}
     section: Any = section_of_values(model, values, name="policy.generation", who="rlcore serve")
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target, chat_template=template_of_processor(target))
     generation: GenerationInterface = component.load()(config=_without_limit(section), cluster=None, deadlines=None)
     exits.callback(generation.shutdown)
-    return _served(label, generation, section, tokenizer, component)
+    return _served(label, generation, section, tokenizer, component, target, images)
 
 
 def _of_run(
-    path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
+    path: Path,
+    registry: Registry,
+    overrides: Sequence[str],
+    label: str,
+    exits: ExitStack,
+    *,
+    best: bool,
+    images: ServedImages,
 ) -> ServedModel:
     from rl_train.assembly.weights import make_weights  # imports Ray, which a model does not need
     from rl_train.assembly.workers import Builder
@@ -189,7 +217,8 @@ def _of_run(
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.
     make_weights(builder, policy, generation, tokenizer).sync()
     component = registry.find("generation", section.backend)
-    return _served(label, generation, section, tokenizer, component, tasks=run.env, prompts=run.data.training_prompts())
+    model, prompts = run.policy.model_name, run.data.training_prompts()
+    return _served(label, generation, section, tokenizer, component, model, images, tasks=run.env, prompts=prompts)
 
 
 def _engine_overrides(config: Path, registry: Registry) -> list[str]:
@@ -221,11 +250,24 @@ def _served(
     section: Any,
     tokenizer: Any,
     component: Component,
+    model: str,
+    images: ServedImages,
     *,
     tasks: Mapping[str, EnvironmentConfig] | None = None,
     prompts: Sequence[PromptConfig] = (),
 ) -> ServedModel:
     facts = getattr(generation, "facts", {})
+    capabilities = component.capabilities or getattr(component.load(), "capabilities", ())
+    reads_images = facts.get("images", False)
+
+    def check() -> None:
+        if not reads_images:
+            of_model = f"{label} is a model of text"
+            of_backend = f"the generation backend {section.backend!r} does not have the capability `{Capability.IMAGES}`"
+            reason = of_model if Capability.IMAGES in capabilities else of_backend
+            raise ConfigError(f"Messages cannot have images, because {reason}.")
+
+    tokenizer.image_reader = ImageReader(model, images, check)
     return ServedModel(
         name=label,
         generation=generation,
@@ -239,7 +281,9 @@ def _served(
         max_model_len=facts.get("max_model_len"),
         vocab_size=facts.get("vocab_size", len(tokenizer)),
         backend=section.backend,
-        capabilities=component.capabilities or getattr(component.load(), "capabilities", ()),
+        capabilities=capabilities,
+        reads_images=reads_images,
+        max_images=images.max_images,
         tasks=tasks or {},
         prompts=prompts,
     )

@@ -70,7 +70,7 @@ def serve_model(
         exit_on_sigterm(),
         listening(address) as listener,
         open_chat_service(settings, of_run=is_run(Path(target))) as service,
-        started_model(target, backend=backend, overrides=others, name=name, best=best) as model,
+        started_model(target, backend=backend, overrides=others, name=name, best=best, images=settings.images) as model,
     ):
         service.use_tasks(model.tasks)
         if model.prompts and settings.prompt_config is None:
@@ -80,7 +80,7 @@ def serve_model(
             app = create_app(
                 model,
                 engine,
-                limits=limits,
+                limits=limits.with_body(settings.max_request_mib, has_images=model.reads_images),
                 api_keys=address.api_keys,
                 service=service,
                 is_local=not address.api_keys,
@@ -123,7 +123,7 @@ def serve_proxy(
             app = create_proxy_app(
                 backend,
                 name=label,
-                limits=limits,
+                limits=limits.with_body(settings.max_request_mib, has_images=True),
                 api_keys=address.api_keys,
                 service=service,
                 is_local=not address.api_keys,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -15,6 +15,7 @@ from rl_core.config.section import Section
 from rl_core.config.validator import Validator
 from rl_core.errors import ConfigError
 from rl_sandbox.config import SandboxConfig
+from rl_train.config.data_sections import ImagesConfig
 from rl_train.config.secrets import Secrets
 from rl_train.config.sources import escape, read_sources, resolve
 from rl_train.config.values import apply_overrides
@@ -76,6 +77,8 @@ class ChatSettings(Section):
     """Maximum number of times per answer that code is run."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where code runs, and its limits."""
+    max_request_mib: int | None = Field(default=None, ge=1)
+    """Largest size of the body of a request, in MiB. By default 20 for a model that reads images and for a proxy, else 4."""
     evaluator: str | None = None
     """Environment that compares an answer with `expected_answer`; for a run, one of its tasks. By default the run's own
     environment, and `math` for a model and a proxy."""
@@ -92,6 +95,28 @@ class ChatSettings(Section):
         return self
 
 
+class ServedImages(ImagesConfig):
+    """`images`: limits of the images in requests."""
+
+    section: ClassVar[str] = "images"
+
+    max_images: int = Field(default=16, ge=0)
+    """Largest number of images in the messages of a request."""
+    max_file_mib: int = Field(default=16, ge=1)
+    """Largest size of an image file, in MiB."""
+    max_megapixels: int = Field(default=64, ge=1)
+    """Largest number of pixels of an image before it is resized, in millions."""
+    cache_mib: int = Field(default=256, ge=0)
+    """Memory for images that are kept after they were resized, in MiB, so that those of earlier turns are not read again."""
+
+
+class ModelSettings(ChatSettings):
+    """The settings of a local model."""
+
+    images: ServedImages = Field(default_factory=ServedImages)
+    """Limits of the images in requests, for models that read images."""
+
+
 class ServeSettings(ChatSettings):
     """The settings of a proxy."""
 
@@ -105,8 +130,8 @@ class ServeSettings(ChatSettings):
     """Print the settings and check them, without listening."""
 
 
-CHAT_KEYS = frozenset(ChatSettings.model_fields)
-"""Keys that also apply to a local model."""
+CHAT_KEYS = frozenset(ModelSettings.model_fields)
+"""Keys that apply to a local model."""
 
 
 def load_settings(files: Sequence[Path], overrides: Sequence[str]) -> tuple[ServeSettings, str]:
@@ -126,13 +151,13 @@ def load_settings(files: Sequence[Path], overrides: Sequence[str]) -> tuple[Serv
     return settings, yaml.safe_dump(escape(shown), sort_keys=False, allow_unicode=True, width=120)
 
 
-def load_chat_settings(files: Sequence[Path], overrides: Sequence[str]) -> ChatSettings:
+def load_chat_settings(files: Sequence[Path], overrides: Sequence[str]) -> ModelSettings:
     """The settings of a local model.
 
     Raises:
         InvalidConfigError: as `load_settings`.
     """
-    settings: ChatSettings = _load(ChatSettings, files, overrides)[0]
+    settings: ModelSettings = _load(ModelSettings, files, overrides)[0]
     return settings
 
 

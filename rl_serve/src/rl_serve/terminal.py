@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from rl_serve.served_model import ServedModel
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_HELP = "/exit ends the conversation, /reset begins a new one, /help shows this line. Ctrl-C stops an answer."
+_HELP = (
+    "/exit ends the conversation, /reset begins a new one, /image PATH shows a picture with the next message, /help shows this "
+    "line. Ctrl-C stops an answer."
+)
 
 
 def chat(
@@ -57,10 +60,11 @@ def chat(
 ) -> None:
     """Chat with a model or a run in the terminal.
 
-    Each line is a message; /exit or the end of the input ends the conversation, /reset begins a new one. Answers are printed
-    as they are sampled, if the engine streams tokens. A run has the system message and the prompt config of its training data;
-    --system replaces the first, and --as-is turns off both. With redirected input, only the answers are printed on standard
-    output, and a message that cannot be answered ends the command with exit code 2.
+    Each line is a message; /exit or the end of the input ends the conversation, /reset begins a new one, and /image PATH shows
+    a picture with the next message. Answers are printed as they are sampled, if the engine streams tokens. A run has the system
+    message and the prompt config of its training data; --system replaces the first, and --as-is turns off both. With redirected
+    input, only the answers are printed on standard output, and a message that cannot be answered ends the command with exit
+    code 2.
 
     Example:
         rlcore chat runs/config
@@ -125,10 +129,21 @@ def _talk(conversation: Conversation, name: str) -> None:
             conversation.reset()
         elif text == "/help":
             print(_HELP)
+        elif text.startswith("/image "):
+            _attach(conversation, text.removeprefix("/image ").strip(), is_interactive)
         elif text.startswith("/"):
             _report(f"There is no command {text.split()[0]}: {_HELP}", is_interactive)
         elif text:
             _answer(conversation, text, is_interactive)
+
+
+def _attach(conversation: Conversation, path: str, is_interactive: bool) -> None:
+    from rl_serve.errors import ApiError
+
+    try:
+        conversation.attach(path)
+    except ApiError as error:
+        _report(error.message, is_interactive)
 
 
 def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None:

@@ -290,7 +290,7 @@ def test_a_picture_that_claims_to_be_huge_is_refused_without_its_memory(tokenize
 
 
 def colors(content: bytes) -> np.ndarray:
-    return np.asarray(decoded(content, 64))
+    return np.asarray(decoded(content, ImagesConfig()))
 
 
 def test_transparent_pixels_become_white():

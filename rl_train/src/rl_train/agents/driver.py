@@ -9,9 +9,9 @@ from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.event_loop import finished, in_thread
-from rl_core.interfaces.records import messages_of
+from rl_core.interfaces.records import Message, messages_of
 from rl_train.agents.model_server import ModelServer
-from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
+from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine, image_url
 from rl_train.rewards.functions import read_rewards
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutSampler
@@ -87,7 +87,7 @@ class AgentDriver(RolloutDriver):
             "base_url": self._server.base_url,
             "api_key": key,
             "model": self._model,
-            "messages": messages,
+            "messages": [_with_urls(message) for message in messages],
             "metadata": rollout.metadata,
             "config": self._config,
         }
@@ -136,6 +136,17 @@ class AgentDriver(RolloutDriver):
         if result.metadata is not None:
             rollout.metadata = result.metadata
         rollout.add_rewards(result.rewards)
+
+
+def _with_urls(message: Message) -> dict[str, Any]:
+    """A message whose images an OpenAI client can send."""
+    content: Any = message["content"]
+    if isinstance(content, list):
+        content = [
+            {**part, "type": "image_url", "image_url": {"url": image_url(part["digest"])}} if part["type"] == "image" else part
+            for part in content
+        ]
+    return {**message, "content": content}
 
 
 def accepted_arguments(signature: inspect.Signature, task_name: str) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rl_core.data.images import RowImage
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.records import Message
 
@@ -19,6 +20,8 @@ class AgentRequest:
     """Token ids of the conversation as the chat template renders it, with the header of the model's next message."""
     messages: Sequence[Message]
     """The conversation."""
+    images: Sequence[RowImage] = field(default_factory=tuple)
+    """The images in the prompt."""
     stop_strings: Sequence[str] = field(default_factory=tuple)
     """Strings that end the turn."""
     max_new_tokens: int | None = None
@@ -53,6 +56,10 @@ class AgentSessionEndedError(RLCoreError):
 
 class TurnSource(Protocol):
     """Samples and records the turns of one rollout."""
+
+    @property
+    def images(self) -> Mapping[str, RowImage]:
+        """The images of its prompt, by the URLs that the agent was given for them."""
 
     async def sample(self, request: AgentRequest) -> AgentTurn:
         """Sample one turn; may be called from any event loop, also concurrently. Cancelling the call cancels the turn.

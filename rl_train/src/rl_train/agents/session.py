@@ -11,10 +11,13 @@ from typing import Any, cast
 
 import torch
 
+from rl_core.data.images import RowImage, prompt_identity
 from rl_core.data.tokenizer import decode
 from rl_core.event_loop import in_thread
 from rl_core.interfaces.records import MESSAGE_KEYS
 from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
+from rl_train.data.images import located
+from rl_train.data.messages import images_of
 from rl_train.data.special_tokens import decode_answers, guarded
 from rl_train.rollouts.drivers import prompt_after
 from rl_train.rollouts.engines import RolloutSampler, SampledTurn
@@ -37,8 +40,9 @@ class SessionLimits:
 class AgentSession:
     """Samples and records the turns of one rollout; see `rl_train.agents.model_server.TurnSource`.
 
-    A request continues a segment if its text begins with the text of the segment; the tokens of the segment are then kept as
-    they were sampled. Otherwise, the history was rewritten, or the agent has several conversations, and a new segment starts.
+    A request continues a segment if its text begins with the text of the segment, and its images with those of the segment; the
+    tokens of the segment are then kept as they were sampled. Otherwise, the history was rewritten, or the agent has several
+    conversations, and a new segment starts.
 
     Args:
         rollout: the rollout with only its prompt.
@@ -54,6 +58,7 @@ class AgentSession:
         self._rollout, self._engine, self._tokenizer, self._limits = rollout, engine, tokenizer, limits
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
+        self.images = {image_url(image.digest): image for image in rollout.images() or ()}
         self._segments: list[MessageLog] = []
         self._started = self._recorded = 0
         self._has_ended = self._truncated = False
@@ -64,7 +69,8 @@ class AgentSession:
 
         Long texts are tokenized and decoded in separate threads, because the caller's event loop also serves other agents.
         """
-        prompt, report = await in_thread(partial(self._tokens_before, request), name="agent-text"), request.on_tokens
+        prompt, images = await in_thread(partial(self._tokens_before, request), name="agent-text")
+        report = request.on_tokens
         with self._lock:
             new_tokens = self._begin(len(prompt), request.max_new_tokens)
         sampling = asyncio.run_coroutine_threadsafe(
@@ -72,6 +78,7 @@ class AgentSession:
                 torch.tensor(prompt, dtype=torch.int64),
                 stop_strings=list(request.stop_strings) or None,
                 messages=request.messages,
+                images=images or None,
                 max_new_tokens=new_tokens,
                 on_tokens=None if report is None else lambda turn: report(_agent_turn(prompt, turn)),
             ),
@@ -87,7 +94,7 @@ class AgentSession:
         [text] = await in_thread(partial(decode_answers, self._tokenizer, [turn.token_ids]), name="agent-text")
         with self._lock:
             self._refuse_if_ended()
-            self._record(request, prompt, turn, text)
+            self._record(request, prompt, images, turn, text)
         return _agent_turn(prompt, turn)
 
     def finish(self) -> None:
@@ -121,23 +128,37 @@ class AgentSession:
                 "The rollout of this API key has ended. Wait for all requests before the agent returns."
             )
 
-    def _tokens_before(self, request: AgentRequest) -> list[int]:
-        """What the model reads: the longest segment that the request continues and the tokens after it, or its own tokens."""
+    def _tokens_before(self, request: AgentRequest) -> tuple[list[int], list[RowImage]]:
+        """What the model reads: the longest segment that the request continues and the tokens after it, or its own tokens.
+
+        And the images in these tokens.
+        """
         tokenizer = guarded(self._tokenizer, request.messages)
         text = decode(tokenizer, request.prompt)
-        best: list[int] = []
+        best, images = list(request.prompt), list(request.images)
         longest = -1
         with self._lock:
-            segments = [log_token_ids(log) for log in self._segments]
-        for tokens in segments:
-            found = prompt_after(tokens, text, tokenizer)
-            if found is not None and len(tokens) > longest:
-                longest, best = len(tokens), [*tokens.tolist(), *found.token_ids.tolist()]
-        return best if longest >= 0 else list(request.prompt)
+            segments = [(log_token_ids(log), images_of(log) or []) for log in self._segments]
+        for tokens, seen in segments:
+            is_same = [image.digest for image in seen] == [image.digest for image in request.images[: len(seen)]]
+            found = prompt_after(tokens, text, tokenizer) if is_same and len(tokens) > longest else None
+            if found is not None:
+                after = found.token_ids.tolist()
+                longest, best = len(tokens), [*tokens.tolist(), *after]
+                images = [*seen, *(image.moved(longest) for image in located(request.images[len(seen) :], after))]
+        return best, images
 
-    def _record(self, request: AgentRequest, prompt: list[int], turn: SampledTurn, text: str) -> None:
+    def _record(
+        self, request: AgentRequest, prompt: list[int], images: Sequence[RowImage], turn: SampledTurn, text: str
+    ) -> None:
         """Append the turn to the segment whose tokens it continues; one that grew meanwhile is not continued."""
-        continued = [log for log in self._segments if (ids := log_token_ids(log).tolist()) == prompt[: len(ids)]]
+
+        def is_continued(log: MessageLog) -> bool:
+            tokens = log_token_ids(log).tolist()
+            seen = [image for image in images if image.end <= len(tokens)]
+            return tokens == prompt[: len(tokens)] and prompt_identity(images_of(log)) == prompt_identity(seen)
+
+        continued = [log for log in self._segments if is_continued(log)]
         messages = [_plain(message) for message in request.messages]
         log = max(continued, key=lambda log: len(log_token_ids(log)), default=None)
         if log is None:
@@ -147,7 +168,8 @@ class AgentSession:
             read = prompt[len(log_token_ids(log)) :]
             messages = messages[len(log) :] or [{"role": "user", "content": ""}]
         self._segments.append(log)
-        _append(log, messages, read)
+        start = len(prompt) - len(read)
+        _append(log, messages, read, [image.moved(-start) for image in images if image.start >= start])
         self._recorded += 1
         self._truncated = turn.truncated
         log.append(
@@ -183,8 +205,15 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return cast("dict[str, Any]", {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None})
 
 
-def _append(log: MessageLog, messages: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> None:
-    """Append messages that the model reads; the last one has all tokens."""
+def image_url(digest: str) -> str:
+    """The URL by which an agent sends an image of its prompt to the endpoint of the run."""
+    return f"rlcore-image:{digest}"
+
+
+def _append(log: MessageLog, messages: Sequence[dict[str, Any]], token_ids: Sequence[int], images: Sequence[RowImage]) -> None:
+    """Append messages that the model reads; the last one has all tokens and their images."""
     tokens = torch.tensor(token_ids, dtype=torch.int64)
     for number, message in enumerate(messages, start=1):
         log.append({**message, "token_ids": tokens if number == len(messages) else tokens[:0]})
+    if images:
+        log[-1]["images"] = list(images)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -44,6 +44,8 @@ class SplitConfig(Section):
 class ImagesConfig(Section):
     """Limits of images in rows (`data.images`)."""
 
+    section: ClassVar[str] = "data.images"
+    """Where the keys are, for errors."""
     max_file_mib: int = Field(default=32, ge=1)
     """Largest size of an image file, in MiB. A row with a larger one is a bad row."""
     max_megapixels: int = Field(default=64, ge=1)

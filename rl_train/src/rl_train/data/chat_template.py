@@ -160,6 +160,7 @@ def conversation_tokens(
     *,
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
+    images: Sequence[RowImage] = (),
 ) -> list[int]:
     """The token ids of a conversation, which may have tools if the tokenizer has a chat template.
 
@@ -169,9 +170,10 @@ def conversation_tokens(
         add_generation_prompt: Whether to append the header of an assistant turn (only with a chat template); the last message
             is continued instead if it has `prefix: true`.
         tools: Offered functions, for the template.
+        images: The images in the messages, in their order; the tokenizer has a chat template.
 
     Raises:
-        DataError: The template cannot render the conversation, or omits tools; or there are tools and no template.
+        DataError: The template cannot render the conversation, or omits tools or an image; or there are tools and no template.
     """
     tokenizer = guarded(tokenizer, messages, tools)
     if not getattr(tokenizer, "chat_template", None):
@@ -179,7 +181,7 @@ def conversation_tokens(
         return list(chain.from_iterable(plain_pieces(unclosed(messages) if add_generation_prompt else messages, tokenizer)))
     read = with_normalized_calls(messages)
     form = form_for(read, tokenizer, tools=tools)
-    text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools)
+    text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools, images=images)
     check_names(read, text, {}, tools=tools)
     return encode(text, tokenizer)
 

@@ -30,7 +30,7 @@ class ImageSource:
     """A picture of a row that is read when the row is tokenized.
 
     Attributes:
-        value: A path, a `data:` URL, bytes, or a PIL image.
+        value: A path, a `data:` URL, bytes, a PIL image, or a `TextImage` that was read.
         folder: The folder that relative paths start from; None for the working directory.
     """
 
@@ -53,13 +53,14 @@ class ImageSource:
         return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=16).hexdigest()
 
     def __str__(self) -> str:
-        return str(self.value) if self.path is not None else "in the row"
+        return str(self.value) if self.path is not None else "inline"
 
-    def content(self, max_bytes: int) -> Any:
+    def content(self, max_bytes: int, section: str = "data.images") -> Any:
         """The bytes of the file or in the row; a PIL image is returned itself.
 
         Args:
             max_bytes: The largest size of a file.
+            section: The section of the limit, for errors.
 
         Raises:
             DataError: The file does not exist, cannot be read or is too large, or the `data:` URL is invalid.
@@ -81,7 +82,7 @@ class ImageSource:
         if size > max_bytes:
             raise DataError(
                 f"the image {self} has {size / 2**20:.1f} MiB, but {max_bytes / 2**20:.1f} are allowed: save a smaller one, or "
-                "raise data.images.max_file_mib"
+                f"raise {section}.max_file_mib"
             )
         return content
 

@@ -95,11 +95,13 @@ class ImageReader:
             return [self._read(source, f"image {number}", tokenizer) for number, source in enumerate(sources)]
 
     def _read(self, source: ImageSource, what: str, tokenizer: Any) -> TextImage:
+        if isinstance(source.value, TextImage):
+            return source.value
         try:
-            content = source.content(self.config.max_file_mib << 20)
+            content = source.content(self.config.max_file_mib << 20, self.config.section)
             key = _digest(content)
             if (found := self._kept.get(key)) is None:
-                found = self._kept[key] = self._processed(decoded(content, self.config.max_megapixels), tokenizer)
+                found = self._kept[key] = self._processed(decoded(content, self.config), tokenizer)
                 self._bytes_kept += num_bytes(found)
         except DataError as error:
             raise DataError(f"{what} ({source}): {error}" if str(source) not in str(error) else f"{what}: {error}") from error
@@ -354,14 +356,14 @@ def _digest(content: Any) -> str:
     return hashed.hexdigest()
 
 
-def decoded(content: Any, max_megapixels: int) -> Image:
+def decoded(content: Any, limits: ImagesConfig) -> Image:
     """The picture of a file as RGB.
 
     It is turned as its EXIF orientation says. Transparent parts become white, 16 bits become 8, CMYK and palettes become RGB.
 
     Args:
         content: The bytes of a file, or a PIL image.
-        max_megapixels: The largest number of pixels, in millions.
+        limits: The largest number of pixels.
 
     Raises:
         DataError: It is broken, truncated, animated, too large, or of another format.
@@ -371,10 +373,10 @@ def decoded(content: Any, max_megapixels: int) -> Image:
     try:
         picture = Image.open(io.BytesIO(content), formats=_FORMATS) if isinstance(content, bytes) else content
         width, height = picture.size
-        if width * height > max_megapixels * 1_000_000:
+        if width * height > limits.max_megapixels * 1_000_000:
             raise DataError(
-                f"it has {width} x {height} pixels, but {max_megapixels} million are allowed: save it smaller, or raise "
-                "data.images.max_megapixels"
+                f"it has {width} x {height} pixels, but {limits.max_megapixels} million are allowed: save it smaller, or raise "
+                f"{limits.section}.max_megapixels"
             )
         frames = getattr(picture, "n_frames", 1)
         if frames > 1 and picture.format != "MPO":  # photos of some phones, whose first frame is the photo

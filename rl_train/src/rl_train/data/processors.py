@@ -422,7 +422,7 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     tokenizer = load_tokenizer(
         name,
         model_name=policy.model_name,
-        chat_template=section.chat_template or _template_of_processor(name),
+        chat_template=section.chat_template or template_of_processor(name),
         chat_template_kwargs=section.chat_template_kwargs,
     )
     # For checkpoints: where its files are, and whether they have its template.
@@ -430,7 +430,7 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     return with_text_settings(tokenizer, policy)
 
 
-def _template_of_processor(name: str) -> str | None:
+def template_of_processor(name: str) -> str | None:
     """The chat template of a model's processor, if it has one apart from that of the tokenizer."""
     file = published_file(name, "chat_template.json")
     return None if file is None else json.loads(file.read_text(encoding="utf-8")).get("chat_template")

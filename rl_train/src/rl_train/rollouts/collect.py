@@ -337,10 +337,10 @@ class Collector:
                 "token ids (policy.generation.openai_cfg.api: completions). Use such an engine, or set "
                 "continue_final_message: false."
             )
-        if any((self.generation.reads_messages or row.task_name in self.drivers) and row.images() for row in trajectories):
+        if self.generation.reads_messages and any(row.images() for row in trajectories):
             raise ConfigError(
-                "A prompt has an image. Agents and engines that read messages cannot read it. Use an engine for token ids "
-                "and an environment without agents, or leave images out (images_key: null)."
+                "A prompt has an image, which engines that read messages cannot read. Use an engine for token ids, or leave "
+                "images out (images_key: null)."
             )
         if self.generation.reads_messages and any(row.tools for row in trajectories):
             raise ConfigError(
