@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The files mentioned on the page."""
-    [question, verl, messages, completion, begun, tools, *preferences] = SHOWN
+    [question, verl, messages, completion, begun, _image, tools, *preferences] = SHOWN
     pairs, labelled = preferences[:3], preferences[3:]
     questions = [{**question, "question": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     Dataset.from_list(questions).to_parquet(tmp_path / "train.parquet")
@@ -70,6 +70,7 @@ def test_the_page_shows_rows_of_every_form():
         ["messages"],
         ["completion", "prompt"],
         ["answer", "prompt"],
+        ["expected_answer", "images", "question"],
         ["messages", "tools"],
         ["chosen", "prompt", "rejected"],
         ["completions", "prompt"],

@@ -83,6 +83,7 @@ _TABLE = (
         "Log-probs, with gradient, of the tokens named by a loss (`candidates_key`); 0.0 at untrained positions.",
     ),
     _rows("margins", "float32", "reward", "data", "Required score margin of a pair's chosen row; the same in both rows."),
+    _rows("label", "list", "", "data", "bool: whether the answer is desirable; becomes `desirable`."),
     _rows("desirable", "float32", "", "data", "1 if the label of the answer is desirable, 0 if it is undesirable."),
     _rows("kl_estimates", "float32", _NATS, "algorithms", "KL to the reference policy, estimated from all rows; equal in all."),
     _rows(
