@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import torch
+from shapes import COLORS, SIDES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -39,15 +40,15 @@ IMAGES = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and pieces of the example's questions."""
+    """Bytes, and pieces of the example's questions and answers."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[PAD, EOS], initial_alphabet=alphabet, min_frequency=1, show_progress=False
+        vocab_size=340, special_tokens=[PAD, EOS], initial_alphabet=alphabet, min_frequency=1, show_progress=False
     )
-    bpe.train_from_iterator([f"How many {color} shapes?" for color in ("red", "green", "blue")], trainer)
+    bpe.train_from_iterator([*COLORS, *(f"What color is the {side} shape?" for side in SIDES)], trainer)
     bpe.add_special_tokens([AddedToken(name, normalized=False) for name in (OPENS, CLOSES, IMAGE, VIDEO)])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD, eos_token=EOS, model_max_length=256, chat_template=CHAT_TEMPLATE

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train" / "training_checks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from short_runs import RUN, merged
 

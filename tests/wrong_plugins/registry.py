@@ -206,6 +206,20 @@ POLICIES = {
     "accepts_a_nan_loss": Wrong(marker="kit", promise="test_a_step_that_is_not_finite_is_refused"),
 }
 
+PICTURES = {
+    "ShowsThePictureOfAnotherRow": Wrong(words=("canary tokens they differ by",)),
+    "ShowsPicturesInReversedOrder": Wrong(words=("Step 1: ", "must return for each sampled token its log-probability")),
+    "ShowsThePicturesOfThePreviousCall": Wrong(words=("Step 2: ", "must return for each sampled token its log-probability")),
+    "CountsOnePlaceholderLess": Wrong(words=("'generation'", "has other positions for the pictures of a row")),
+    "PlacesPicturesOneTokenLater": Wrong(words=("'generation'", "Positions in `images` are those of the row")),
+    "KeepsItsFirstTower": Wrong(words=("Step 2: ", "disagree at weight version 1")),
+    "SendsItsFirstTower": Wrong(words=("Step 2: ", "disagree at weight version 1")),
+    "TrainsOnThePicturesOfAnotherRow": Wrong(words=("Step 1: ", "so the training pass of")),
+    "ShiftsPositionsAfterPictures": Wrong(words=("canary tokens they differ by",)),
+    "EncodesPicturesTwiceAsBright": Wrong(words=("Step 1: ", "so the training pass of")),
+}
+"""Engines and policies, in runs whose rows have two pictures."""
+
 ENVIRONMENTS = {
     "ReportsATextAsMetric": Wrong(promise="test_metrics_are_numbers", words=("mood",), frozen=True),
     "ReturnsTooFewRewards": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("rewards",)),

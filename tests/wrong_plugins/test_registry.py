@@ -4,7 +4,18 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, LOSSES, POLICIES, SANDBOXES, TRANSPORTS
+from wrong_plugins.registry import (
+    COMMANDS,
+    DATASETS,
+    ENGINES,
+    ENVIRONMENTS,
+    LOGGERS,
+    LOSSES,
+    PICTURES,
+    POLICIES,
+    SANDBOXES,
+    TRANSPORTS,
+)
 
 FOLDERS = {"policies": POLICIES, "commands": COMMANDS}
 MODULES = {
@@ -13,10 +24,23 @@ MODULES = {
     "environments": ENVIRONMENTS,
     "loggers": LOGGERS,
     "losses": LOSSES,
+    "picture_models": PICTURES,
     "sandboxes": SANDBOXES,
     "transports": TRANSPORTS,
 }
-BASES = {"EngineOf", "SetsOf", "Sums", "TwoTurns", "Lines", "SandboxOf", "Files", "Right"}
+BASES = {
+    "EngineOf",
+    "SetsOf",
+    "Sums",
+    "TwoTurns",
+    "Lines",
+    "SandboxOf",
+    "Files",
+    "Right",
+    "TwoPictures",
+    "OtherImages",
+    "RightWithPictures",
+}
 
 
 @pytest.mark.parametrize(("folder", "plugins"), FOLDERS.items())

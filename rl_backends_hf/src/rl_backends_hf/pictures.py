@@ -197,7 +197,13 @@ def rope_positions(model: PreTrainedModel, ids: torch.Tensor, lengths: torch.Ten
             name: torch.cat([image.inputs[name] for image in row_images]) for name in row_images[0].inputs if name in names
         }
         own = ids[row : row + 1, :length]
-        positions[:, row, :length] = rope_index(own.clamp(min=0), mm_token_type_ids=(own < 0).int(), **given)[0][:, 0]
+        try:
+            positions[:, row, :length] = rope_index(own.clamp(min=0), mm_token_type_ids=(own < 0).int(), **given)[0][:, 0]
+        except RuntimeError as error:  # a number of coordinates other than that of tokens
+            raise DataError(
+                f"{type(model).__name__} has other positions for the pictures of a row than for their "
+                f"{int((own < 0).sum())} placeholders ({error}). Expand each picture with the model's own processor."
+            ) from error
     return positions
 
 

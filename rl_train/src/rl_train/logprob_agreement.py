@@ -193,10 +193,17 @@ def sampled_tokens(samples: BatchedDataDict[Any]) -> torch.Tensor:
     return sampled
 
 
-def rows_to_score(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """Prompts and completions as the policy scores them; see `GenerationOutputSpec` for `samples`."""
+def rows_to_score(samples: BatchedDataDict[Any], prompts: Mapping[str, Any] | None = None) -> BatchedDataDict[Any]:
+    """Prompts and completions as the policy scores them.
+
+    Args:
+        samples: see `GenerationOutputSpec`.
+        prompts: what they were sampled from; their images are those of the rows.
+    """
     rows = {"input_ids": samples["output_ids"], "input_lengths": samples["unpadded_sequence_lengths"]}
-    return BatchedDataDict({**rows, **({SETS: samples[SETS]} if SETS in samples else {})})
+    sets = {SETS: samples[SETS]} if SETS in samples else {}
+    images = {"images": prompts["images"]} if prompts is not None and "images" in prompts else {}
+    return BatchedDataDict({**rows, **sets, **images})
 
 
 def compare_log_probabilities(
@@ -218,20 +225,23 @@ def compare_log_probabilities(
         test_data = BatchedDataDict({**test_data, "sampling": [{SETS: True}] * test_data.size})
     output = generated(inference_backend, test_data, greedy=False)
     inference_backend.finish_generation()
-    return score_samples(training_backend, output)
+    return score_samples(training_backend, output, test_data)
 
 
-def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[Any]) -> LogProbabilityAgreement:
+def score_samples(
+    training_backend: PolicyInterface, samples: BatchedDataDict[Any], prompts: Mapping[str, Any] | None = None
+) -> LogProbabilityAgreement:
     """Score what an inference backend has sampled, and compare.
 
     Args:
         training_backend: computes the log-probabilities.
         samples: see `GenerationOutputSpec`.
+        prompts: what they were sampled from.
 
     Raises:
         DataError: there is no sampled token in it.
     """
-    trained = training_backend.get_logprobs(rows_to_score(samples))["logprobs"]
+    trained = training_backend.get_logprobs(rows_to_score(samples, prompts))["logprobs"]
     mask = sampled_tokens(samples)
     if not mask.any():
         raise DataError("No token was sampled, so there is nothing to compare. Give prompts that leave room for an answer.")

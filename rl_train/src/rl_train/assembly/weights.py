@@ -108,6 +108,7 @@ def _canary(
     assert section is not None
     sides, exact = arithmetic(builder.run, generation)
     factor = builder.temperature / section.temperature
+    reader = vars(tokenizer).get("image_reader")
     return make_canary(
         sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
         num_receivers=generation.num_workers,
@@ -121,6 +122,7 @@ def _canary(
         temperature_correction=TemperatureCorrection(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
         if factor != 1.0
         else None,
+        pictures=reader.random_pictures(2, tokenizer) if reader is not None else (),
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_core.data.generation_io import derived_seeds
 from rl_core.data.hub import pretrained_location, published_file, read_model_config
 from rl_core.data.images import ImageInputs, RowImage
 from rl_core.data.tokenizer import encode
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_SEED, _SIDE = 20_260_601, 32
+"""Seed and side in pixels of random pictures."""
 _INSTALL = "pip install 'rl-train[images]'"
 
 
@@ -93,6 +96,17 @@ class ImageReader:
             if len(sources) > 1:
                 self._refuse_joined_images()
             return [self._read(source, f"image {number}", tokenizer) for number, source in enumerate(sources)]
+
+    def random_pictures(self, count: int, tokenizer: Any) -> list[tuple[list[int], TextImage]]:
+        """Tokens of pictures of random pixels, and the pictures; none if no row of the run had images so far."""
+        if self._processor is None:
+            return []
+        from PIL import Image
+
+        pixels = [derived_seeds(_SEED, number, _SIDE * _SIDE * 3).to(torch.uint8).numpy().tobytes() for number in range(count)]
+        with self._lock:
+            images = [self._processed(Image.frombytes("RGB", (_SIDE, _SIDE), each), tokenizer) for each in pixels]
+        return [(encode(image.text, tokenizer), image) for image in images]
 
     def _read(self, source: ImageSource, what: str, tokenizer: Any) -> TextImage:
         if isinstance(source.value, TextImage):

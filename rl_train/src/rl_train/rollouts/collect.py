@@ -112,6 +112,7 @@ class _Streams:
             prompt_id=-1 - row,  # that of no rollout, so that the rows are divided among the replicas
             position=row,
             messages=[],
+            images=self._rows["images"][row] if "images" in self._rows else None,
             max_new_tokens=int(self._rows["max_new_tokens"][row]),
         )
 

@@ -5,7 +5,8 @@ quantizing, keeping an old copy, or sampling from a different distribution. The 
 log-probabilities of the same tokens, computed by the engine's own kernels and by the policy's.
 
 Half of the prompts are random tokens. The other half repeat a short pattern, which exposes a repetition penalty: after random
-tokens a model rarely repeats one.
+tokens a model rarely repeats one. If rows of the run have images, half of both begin with one of two pictures of random pixels, so that
+what computes their features is covered too.
 
 The rule, with e the mean |difference| of log-probabilities per sampled token, in nats:
 
@@ -37,6 +38,7 @@ import torch
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import derived_seeds
+from rl_core.data.images import RowImage
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -198,7 +200,7 @@ class Canary:
         """Compare the tokens of the current weights in rows that were streamed (`RowStreaming`); otherwise as `check`."""
         check_version(generation, BatchedDataDict({"weight_version": output["newest_version"]}))
         current = output["token_versions"] == output["newest_version"].unsqueeze(1)
-        differences = self._compare(policy, output, at_least=0, compared=current)
+        differences = self._compare(policy, output, self.more_rows, at_least=0, compared=current)
         # Kernels for single rows round in another way than those for batches, which the calibration was measured with.
         allowed = FIRST_TOLERANCE if self.tolerance is None else self.tolerance
         return self._check_difference(differences, allowed, "; the rows were streamed, as those of rollouts are")
@@ -211,7 +213,7 @@ class Canary:
         thorough: bool,
     ) -> float:
         def compare(rows: BatchedDataDict[Any]) -> TokenDifferences:
-            return self._compare(policy, sampled(rows), at_least=self.scored_rows if rows is self.more_rows else 0)
+            return self._compare(policy, sampled(rows), rows, at_least=self.scored_rows if rows is self.more_rows else 0)
 
         if self.tolerance is not None:
             return self._check_difference(compare(self.more_rows if thorough else self.rows), self.tolerance, "")
@@ -237,11 +239,12 @@ class Canary:
         self,
         policy: ColocatablePolicyInterface,
         output: BatchedDataDict[Any],
+        rows: BatchedDataDict[Any],
         *,
         at_least: int,
         compared: torch.Tensor | None = None,
     ) -> TokenDifferences:
-        data = rows_to_score(output)
+        data = rows_to_score(output, rows)
         if self.temperature_correction is None:
             scores = scored(policy.get_logprobs, _with_other_rows(data, at_least))["logprobs"][: data.size]
         else:
@@ -279,6 +282,7 @@ def make_canary(
     sides: str = "",
     temperature_correction: TemperatureCorrection | None = None,
     scored_rows: int = 0,
+    pictures: Sequence[tuple[Sequence[int], RowImage]] = (),
 ) -> Canary:
     """Create a canary of random and of repetitive prompts.
 
@@ -293,12 +297,13 @@ def make_canary(
         sides: see `CanaryCalibration`.
         temperature_correction: see `Canary`.
         scored_rows: see `Canary`.
+        pictures: tokens of a picture and the picture; half of the rows have one in front of their text.
     """
     vocabulary = torch.tensor(sorted(token_ids), dtype=torch.int64)
     count = (_EXACT_ROWS if exact else _ROUNDED_ROWS) * num_receivers
     return Canary(
-        rows=_rows(vocabulary, count, max_length, stream=0),
-        more_rows=_rows(vocabulary, count * _ROUNDS, max_length, stream=2),
+        rows=_with_pictures(_rows(vocabulary, count, max_length, stream=0), pictures, max_length),
+        more_rows=_with_pictures(_rows(vocabulary, count * _ROUNDS, max_length, stream=2), pictures, max_length),
         tolerance=EXACT_TOLERANCE if tolerance is None and exact else tolerance,
         greedy=greedy,
         calibration=calibration if calibration is not None else CanaryCalibration(),
@@ -323,10 +328,12 @@ def _with_other_rows(rows: BatchedDataDict[Any], count: int) -> BatchedDataDict[
         return rows
     others = rows["input_ids"].flip(1).repeat(-(-missing // rows.size), 1)[:missing]
     lengths = torch.full((missing,), others.shape[1], dtype=torch.int64)
+    images = {"images": [*rows["images"], *[None] * missing]} if "images" in rows else {}
     return BatchedDataDict(
         {
             "input_ids": torch.cat([rows["input_ids"], others]),
             "input_lengths": torch.cat([rows["input_lengths"], lengths]),
+            **images,
         }
     )
 
@@ -344,6 +351,25 @@ def _rows(vocabulary: torch.Tensor, rows: int, max_length: int, *, stream: int) 
             "sample_seeds": derived_seeds(_SEED, stream + 1, rows),
             "max_new_tokens": torch.full((rows,), min(_NEW_TOKENS, max_length - width), dtype=torch.int64),
         }
+    )
+
+
+def _with_pictures(
+    rows: BatchedDataDict[Any], pictures: Sequence[tuple[Sequence[int], RowImage]], max_length: int
+) -> BatchedDataDict[Any]:
+    """Half of the rows, chosen so that each replica gets some, have one of the pictures and as much of their text as fits."""
+    room = max_length - int(rows["max_new_tokens"].max())
+    pictures = [(tokens, image) for tokens, image in pictures if len(tokens) < room]
+    if not pictures:
+        return rows
+    prompts, images = list(rows["input_ids"].unbind()), list[list[RowImage] | None]([None] * rows.size)
+    for row in range(rows.size):
+        if row.bit_count() % 2 == 0:
+            tokens, image = pictures[row // 2 % len(pictures)]
+            prompts[row], images[row] = torch.cat([torch.tensor(tokens), prompts[row]])[:room], [image]
+    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    return BatchedDataDict(
+        {**rows, "input_ids": ids, "input_lengths": torch.tensor([len(each) for each in prompts]), "images": images}
     )
 
 
