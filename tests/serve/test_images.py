@@ -5,6 +5,7 @@ import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 import transformers
@@ -14,6 +15,11 @@ from starlette.testclient import TestClient
 from tiny_processors import own_processor
 from whole_vlms import part, png, url
 
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.interfaces import EnvironmentInterface
+from rl_serve.agent_endpoint import AgentEndpoint
 from rl_serve.backend import Backend
 from rl_serve.chat_format import ChatFormat
 from rl_serve.chat_service import ChatService
@@ -25,11 +31,18 @@ from rl_serve.served_model import _served, started_model
 from rl_serve.serving import create_app, create_proxy_app
 from rl_serve.settings import BackendSection, ServedImages, load_chat_settings, split_overrides
 from rl_serve.terminal import _talk
+from rl_train.agents.driver import AgentDriver
+from rl_train.agents.model_server import ServerSettings
+from rl_train.agents.session import SessionLimits
 from rl_train.config.data_sections import ImagesConfig
+from rl_train.data.image_sources import ImageSource
 from rl_train.data.images import ImageReader
 from rl_train.data.messages import images_of
 from rl_train.data.processors import prompt_datum
 from rl_train.prompts.templates import load_prompt
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.source import start_rollouts
+from rl_train.rollouts.trajectory import SampleStream, to_batch
 
 
 @pytest.fixture(scope="module", params=whole_vlms.FAMILIES)
@@ -290,3 +303,68 @@ def test_limits_of_images_are_settings_of_the_server():
     of_settings, others = split_overrides(["images.max_images=2", "max_request_mib=8", "policy.generation.max_new_tokens=3"])
     settings = load_chat_settings([], of_settings)
     assert (settings.images.max_images, settings.max_request_mib, len(others)) == (2, 8, 1)
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    folder = whole_vlms.write(tmp_path / "vlm", "qwen2_5_vl")
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.image_reader = ImageReader(str(folder), ImagesConfig())
+    server = AgentEndpoint(ServerSettings(tokenizer=tokenizer, model="vlm", temperature=1.0))
+    yield folder, tokenizer, server
+    server.shutdown()
+
+
+def test_agents_send_images_of_their_prompt_and_of_their_own_and_rewritten_ones_begin_a_segment(endpoint):
+    folder, tokenizer, server = endpoint
+    engine = HuggingFaceGeneration(str(folder), max_new_tokens=5, max_model_len=400, torch_dtype="float32")
+    given = []
+
+    def agent(base_url, api_key, messages):
+        given.extend(messages)
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        log = [*messages]
+        for seed in (5, 6):
+            answer = client.chat.completions.create(model="vlm", messages=log)
+            log += [{"role": "assistant", "content": answer.choices[0].message.content}, asked(png(seed), text="And?")]
+        log[2] = asked(png(7), text="And?")  # another picture with the same tokens
+        client.chat.completions.create(model="vlm", messages=log)
+        return 1.0
+
+    datum = prompt_datum({"messages": [asked(png(1))], "task_name": "t"}, idx=0, tokenizer=tokenizer)
+    [row] = start_rollouts([datum], 1)
+    limits = SessionLimits(max_turns=4, max_total_length=400, max_new_tokens=5)
+    options = {"model": "vlm", "limits": limits, "timeout_s": 60.0, "task_name": "t", "returns_reward": True}
+    collector = Collector(
+        generation=engine,
+        environments={"t": Scores()},
+        tokenizer=tokenizer,
+        seed=0,
+        max_turns={"t": 1},
+        max_total_length=400,
+        drivers={"t": AgentDriver(agent, server, tokenizer, **options)},
+    )
+    collector.collect([row], stream=SampleStream.TRAINING)
+    engine.shutdown()
+    assert row.failure is None, row.failure_details
+    [shown] = [each for each in given[0]["content"] if each["type"] == "image_url"]
+    assert shown["image_url"]["url"] == f"rlcore-image:{shown['digest']}"
+    batch = to_batch([row])
+    digests = {number: digest_of(png(number), tokenizer) for number in (1, 5, 6, 7)}
+    assert [[image.digest for image in images] for images in batch["images"]] == [
+        [digests[1], digests[5]],
+        [digests[1], digests[7], digests[6]],
+    ]
+    policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=str(folder), max_total_sequence_length=400))
+    scores = policy.get_logprobs(batch)["logprobs"]
+    torch.testing.assert_close(scores * batch["token_mask"], batch["generation_logprobs"], atol=1e-4, rtol=0)
+
+
+def digest_of(content, tokenizer):
+    [found] = tokenizer.image_reader.read([ImageSource(content)], tokenizer)
+    return found.digest
+
+
+class Scores(EnvironmentInterface):
+    def step(self, message_log_batch, metadata):
+        raise NotImplementedError
