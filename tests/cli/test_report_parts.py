@@ -1,5 +1,7 @@
 """Components of a report: charts show the recorded values, and token texts add up to the completion."""
 
+import base64
+import io
 import json
 import random
 import re
@@ -8,6 +10,7 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rl_train.metrics.jsonl import iter_jsonl
@@ -209,3 +212,56 @@ def test_a_last_line_that_is_cut_within_a_character_is_skipped(tmp_path):
     path = tmp_path / "token_texts.jsonl"
     path.write_bytes('{"text": "\N{EURO SIGN}"}\n{"text": "\N{EURO SIGN}'.encode()[:-1])
     assert list(iter_jsonl(path)) == [{"text": "\N{EURO SIGN}"}]
+
+
+def image_record(folder):
+    """A rollout of two turns whose prompt has an image in a file, one in the row, and one whose file is gone."""
+    sizes = {"width": 300, "height": 200}
+    parts = [
+        {"type": "image", "path": str(folder / "1.png"), "digest": "a" * 32, **sizes},
+        {"type": "image", "digest": "b" * 32, **sizes},
+        {"type": "image", "path": str(folder / "gone.png"), "digest": "c" * 32, **sizes},
+        {"type": "text", "text": "Which color?"},
+    ]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
+    return {
+        "group": 0,
+        "reward": 0,
+        "tokens": [],
+        "turns": 2,
+        "prompt": "[image][image][image]Which color?",
+        "messages": messages,
+    }
+
+
+def test_images_of_rollouts_have_thumbnails_with_names_sizes_and_digests(write_run, tmp_path):
+    Image.new("RGB", (300, 200), (200, 10, 10)).save(tmp_path / "1.png")
+    run = read_run_folder(write_run(tmp_path / "run", record=lambda step, row: image_record(tmp_path), steps=1, rows=3))
+    [part] = json.loads(sample_rollouts(run, budget_bytes=10**6).content)
+    assert part["rows"][0]["images"] == [
+        ["a" * 32, "1.png, 300 x 200 pixels, digest aaaaaaaa"],
+        ["b" * 32, "no file, 300 x 200 pixels, digest bbbbbbbb"],
+        ["c" * 32, "gone.png, 300 x 200 pixels, digest cccccccc"],
+    ]
+    assert part["rows"][0]["messages"][0]["content"].startswith(
+        "[image: 1.png, 300 x 200 pixels, digest aaaaaaaa][image: no file,"
+    )
+    [(digest, url)] = part["thumbnails"].items()
+    picture = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
+    assert (digest, picture.size) == ("a" * 32, (96, 64))
+    assert max(abs(a - b) for a, b in zip(picture.getpixel((50, 30)), (200, 10, 10), strict=True)) < 8
+
+
+def test_the_thumbnails_of_a_report_are_bounded_in_number_and_size(write_run, tmp_path):
+    def record(step, row):
+        path = tmp_path / f"{row}.png"
+        Image.effect_noise((400, 400), 200).save(path)
+        part = {"type": "image", "path": str(path), "digest": f"{row:032}", "width": 400, "height": 400}
+        return {"group": row, "reward": 0, "tokens": [], "messages": [{"role": "user", "content": [part]}]}
+
+    run = read_run_folder(write_run(tmp_path / "run", record=record, steps=1, rows=40))
+    [part] = json.loads(sample_rollouts(run, budget_bytes=10**6).content)
+    assert (len(part["rows"]), len(part["thumbnails"])) == (40, 32)
+    content = sample_rollouts(run, budget_bytes=50_000).content
+    assert len(content.encode()) <= 50_000
+    assert 0 < len(json.loads(content)[0]["thumbnails"]) < 32

@@ -204,8 +204,10 @@ def _person(log: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _print_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    from rl_train.data.image_sources import described
+
     for message in messages:
-        print(f"{message['role']}: {message['content']}")
+        print(f"{message['role']}: {described(message['content'])}")
 
 
 _SHOWN_CHARACTERS = 60

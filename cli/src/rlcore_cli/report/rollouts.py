@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
 from typing import Any
 
+from rl_train.data.image_sources import described, described_image, image_parts
 from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.run_folder import RunFolder
 
@@ -16,6 +20,8 @@ ROWS_A_STEP = 16
 """Steps are omitted before a step gets fewer rows than this."""
 HEAD_TOKENS, TAIL_TOKENS = 1000, 500
 HEAD_CHARACTERS, TAIL_CHARACTERS = 4000, 2000
+THUMBNAILS_A_STEP, THUMBNAIL_PIXELS = 32, 96
+"""Number of different images of a step that are shown, and their largest side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +109,47 @@ def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) 
     """
     numbers = run.metrics.get(step, {})
     total = numbers.get("rollout/rows", numbers.get("validation/rows"))
-    part: dict[str, Any] = {"step": step, "total": total, "prompts": {}, "rows": []}
+    part: dict[str, Any] = {"step": step, "total": total, "prompts": {}, "thumbnails": {}, "rows": []}
     used = len(_compact(part).encode())
     for record in iter_jsonl(run.rollouts[step]):
         row = _row(record, run.token_texts, trained)
         group = str(row["group"])
         prompt = {} if group in part["prompts"] else {group: _prompt(record)}
-        used += len(_compact(row).encode()) + len(_compact(prompt).encode()) + 2
+        new = _thumbnails(record, part["thumbnails"])
+        used += len(_compact(row).encode()) + len(_compact([prompt, new]).encode()) + 2
         if used > budget_bytes:
             return part, False
         part["prompts"] |= prompt
+        part["thumbnails"] |= new
         part["rows"].append(row)
     return part, True
+
+
+def _thumbnails(record: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, str]:
+    """Images of a record that a step does not show yet, as `data:` URLs by their digest."""
+    images = {part["digest"]: part["path"] for part in image_parts(record.get("messages", ())) if part.get("path")}
+    new = {digest: path for digest, path in images.items() if digest not in shown}
+    found = {digest: _thumbnail(path) for digest, path in [*new.items()][: THUMBNAILS_A_STEP - len(shown)]}
+    return {digest: url for digest, url in found.items() if url}
+
+
+@lru_cache(maxsize=256)
+def _thumbnail(path: str) -> str:
+    """A small JPEG of a picture as a `data:` URL; empty if the file cannot be read now."""
+    from rl_core.errors import DataError  # torch, only for runs with images
+    from rl_train.config.data_sections import ImagesConfig
+    from rl_train.data.image_sources import ImageSource
+    from rl_train.data.images import decoded
+
+    try:
+        limits = ImagesConfig()
+        picture = decoded(ImageSource(path).content(limits.max_file_mib << 20), limits)
+    except (DataError, ImportError):
+        return ""
+    picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    file = BytesIO()
+    picture.save(file, "JPEG", quality=75)
+    return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | None) -> dict[str, Any]:
@@ -126,10 +161,13 @@ def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | Non
     row["group"] = record.get("group", record.get("index"))
     if list(record.get("reward_parts") or {}) != ["reward"]:
         row["reward_parts"] = record.get("reward_parts") or {}
+    messages = record.get("messages", ())
     if record.get("turns", 1) > 1:
         row["messages"] = [
-            {"role": message["role"], "content": _shortened(message["content"])} for message in record.get("messages", ())
+            {"role": message["role"], "content": _shortened(described(message["content"]))} for message in messages
         ]
+    if images := image_parts(messages):
+        row["images"] = [[part["digest"], described_image(part)] for part in images]
     staleness = record.get("staleness")
     if staleness is None and trained is not None and "weight_version" in row:
         staleness = trained - row["weight_version"]

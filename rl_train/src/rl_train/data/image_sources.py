@@ -181,6 +181,19 @@ def texts_of(message: Mapping[str, Any], image: str | None = None) -> list[str]:
     return [text for part in parts if (text := part.get("text", image)) is not None]
 
 
+def described_image(part: Mapping[str, Any]) -> str:
+    """Name, size and digest of an image that a message refers to, for people."""
+    name = Path(part["path"]).name if part.get("path") else "no file"
+    size = f"{part['width']} x {part['height']} pixels" if part.get("width") else ""
+    return ", ".join(filter(None, (name, size, f"digest {str(part['digest'])[:8]}" if part.get("digest") else "")))
+
+
+def described(content: Any) -> str:
+    """The text of a content, with a description of each image."""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(part["text"] if "text" in part else f"[image: {described_image(part)}]" for part in parts)
+
+
 def images_of_row(row: Mapping[str, Any], key: str | None, *, is_named: bool) -> tuple[Any, str | None]:
     """The images that a row has apart from its messages, and the name of their field.
 

@@ -29,6 +29,7 @@ from rl_train.config.schema import section_of
 from rl_train.config.slots import FUNCTIONS
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.holdout import row_location
+from rl_train.data.image_sources import image_parts
 from rl_train.data.rows import JsonLines
 from rl_train.pools.elsewhere import find_environment
 from rl_train.tools.parsers import read_call
@@ -211,7 +212,7 @@ def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> tuple[list[
     data, tasks = prepared.data, prepared.config.env
     training = [*sources_of(task, filter(None, [data.train]), tasks=tasks)]
     sources = training or [*sources_of(task, data.validation.values(), tasks=tasks)][:1]
-    read = [_rows_of(each.records, limit, name=each.name if len(sources) > 1 else "") for each in sources]
+    read = [_rows_of(each.records, limit, name=each.name if len(sources) > 1 else "", prepared=prepared) for each in sources]
     return [row for rows, _ in read for row in rows], sum(total for _, total in read)
 
 
@@ -284,10 +285,10 @@ def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, li
     return _rows_of(component.load()(section), limit)
 
 
-def _rows_of(records: Any, limit: int, name: str = "") -> tuple[list[LocatedRow], int]:
+def _rows_of(records: Any, limit: int, name: str = "", prepared: Preparation | None = None) -> tuple[list[LocatedRow], int]:
     rows = [
         LocatedRow(
-            messages=without_answer(record["messages"]),
+            messages=_with_references(without_answer(record["messages"]), prepared),
             metadata=record.get("extra_env_info"),
             source=name,
             location=row_location(records, index),
@@ -296,6 +297,15 @@ def _rows_of(records: Any, limit: int, name: str = "") -> tuple[list[LocatedRow]
         for record in [records[index]]
     ]
     return rows, len(records)
+
+
+def _with_references(messages: list[dict[str, Any]], prepared: Preparation | None) -> list[dict[str, Any]]:
+    """The messages with references to their images, as environments get them in a run."""
+    if prepared is None or not image_parts(messages):
+        return messages
+    from rl_train.data.images import read_images
+
+    return read_images(messages, prepared.tokenizer)[0]
 
 
 def _parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

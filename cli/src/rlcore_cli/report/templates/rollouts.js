@@ -74,6 +74,21 @@ function describe(row, span) {
   tokenLine.textContent = parts.join(" · ");
 }
 
+function images(row, thumbnails) {
+  const place = written("div", "images");
+  for (const [digest, name] of row.images ?? []) {
+    const figure = written("figure", "", written("figcaption", "soft", name));
+    if (thumbnails?.[digest]) {
+      const picture = written("img", "");
+      picture.src = thumbnails[digest];
+      picture.alt = name;
+      figure.prepend(picture);
+    }
+    place.append(figure);
+  }
+  return place;
+}
+
 const isLong = (row) => row.num_tokens > 48 || row.messages;
 
 function sample(row, colouring, limit) {
@@ -143,7 +158,7 @@ async function show(every = false) {
   for (const rows of visible) {
     const samples = written("div", "samples", ...rows.map((row) => sample(row, colouring, limit)));
     const title = rows[0].task ? `prompt, ${rows[0].task}` : "prompt";
-    place.append(written("section", "panel group", written("h3", "soft", title), written("pre", "", part.prompts[rows[0].group]), samples));
+    place.append(written("section", "panel group", written("h3", "soft", title), written("pre", "", part.prompts[rows[0].group]), images(rows[0], part.thumbnails), samples));
   }
   if (visible.length < blocks.length) {
     const more = written("button", "more", `Show ${blocks.length - visible.length} more`);
