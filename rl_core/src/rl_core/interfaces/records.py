@@ -17,14 +17,14 @@ class TextPart(TypedDict):
 
 
 class ImageURL(TypedDict):
-    """An image, as a URL or as `data:image/png;base64,...`."""
+    """An image as `data:image/png;base64,...`."""
 
     url: str
     detail: NotRequired[Literal["auto", "low", "high"]]
 
 
 class ImagePart(TypedDict):
-    """A part of a message's content that is an image, as in OpenAI's API. Environments cannot send one."""
+    """A part of a message's content that is an image, as in OpenAI's API and in observations of environments."""
 
     type: Literal["image_url"]
     image_url: ImageURL
@@ -111,7 +111,7 @@ class Message(TypedDict):
 
 
 class PartsMessage(TypedDict):
-    """A message whose content is a list of parts; otherwise as `Message`. Its text parts are joined when it is read."""
+    """A message whose content is a list of parts; otherwise as `Message`. Its texts are joined unless it has images."""
 
     role: str
     content: list[ContentPart]

@@ -9,9 +9,9 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,9 +19,9 @@ from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import decode, encode
 from rl_core.environments.scorer import StepResult
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.records import Message, Observation, messages_of
+from rl_core.interfaces.records import Message, Observation, PartsMessage, messages_of
 from rl_train.data.chat_template import form_for, render
-from rl_train.data.images import located
+from rl_train.data.images import located, read_images
 from rl_train.data.messages import prompt_log
 from rl_train.data.special_tokens import control_tokens, decode_answers, guarded, hidden_tokens
 from rl_train.rollouts.engines import RolloutSampler
@@ -117,8 +117,9 @@ class EnvironmentDriver(RolloutDriver):
         """Render the prompt again with the messages of the environment."""
         if observation is None:
             return
-        messages = [*rollout.conversation(), *messages_of(observation)]
-        images = rollout.images() or ()
+        read, own = observed_images(observation, self._tokenizer)
+        messages = [*rollout.conversation(), *read]
+        images = [*(rollout.images() or ()), *own]
         log = prompt_log(messages, self._tokenizer, tools=rollout.tools, prefill=rollout.prefill, images=images)
         rollout.message_log = [
             {**message, **{key: part[key] for key in ("token_ids", "images") if key in part}}
@@ -141,14 +142,29 @@ class EnvironmentDriver(RolloutDriver):
         rollout.done = result.terminated or rollout.truncated or rollout.turns >= self._max_turns[rollout.task_name]
         if rollout.done or self._history is None:
             return
-        prompt = self._history.next_prompt(rollout, result.observation)
+        observation, images = observed_images(result.observation, self._tokenizer)
+        prompt = self._history.next_prompt(rollout, observation, images)
         length = len(prompt.token_ids) + (rollout.num_tokens() if prompt.continues else 0)
         if length >= self._max_total_length:
             rollout.done = rollout.truncated = True
         elif prompt.continues:
-            rollout.add_observation(result.observation, prompt.token_ids)
+            rollout.add_observation(observation, prompt.token_ids, prompt.images)
         else:
-            rollout.start_segment(result.observation, prompt.token_ids, prompt.images)
+            rollout.start_segment(observation, prompt.token_ids, prompt.images)
+
+
+def observed_images(observation: Observation, tokenizer: Any) -> tuple[list[Message | PartsMessage], Sequence[RowImage]]:
+    """The messages of an environment, whose images are read now and replaced by references, and these images.
+
+    Raises:
+        DataError: a picture cannot be read.
+        ConfigError: the model or its engine reads no images.
+    """
+    messages: list[Message | PartsMessage] = [*messages_of(observation)]
+    if all(isinstance(message["content"], str) for message in messages):
+        return messages, ()
+    read, images = read_images(messages, tokenizer)
+    return cast("list[Message | PartsMessage]", read), images
 
 
 def describe_hidden(tokenizer: Any, hidden: Collection[int]) -> str:
@@ -184,7 +200,12 @@ class TurnFormatter:
         self._closing = self._closing_text() if self._has_template else ""
 
     def observation_ids(
-        self, observation: Observation, sampled_ids: torch.Tensor, *, tools: Sequence[Any] | None = None
+        self,
+        observation: Observation,
+        sampled_ids: torch.Tensor,
+        *,
+        tools: Sequence[Any] | None = None,
+        images: Sequence[RowImage] = (),
     ) -> torch.Tensor:
         """Token ids [T] between the model's message and its next one.
 
@@ -192,16 +213,19 @@ class TurnFormatter:
             observation: the environment's message or messages.
             sampled_ids: [T'] the model's message, as sampled.
             tools: the tools offered in this conversation; some templates repeat them.
+            images: the images in the messages.
 
         Raises:
-            DataError: the template cannot render the messages after an answer.
+            DataError: the template cannot render the messages after an answer, or there are images and no template.
         """
         messages = messages_of(observation)
         if (tokenizer := guarded(self._tokenizer, messages, tools)) is not self._tokenizer:
-            return _formatter(tokenizer).observation_ids(observation, sampled_ids, tools=tools)
+            return _formatter(tokenizer).observation_ids(observation, sampled_ids, tools=tools, images=images)
         if self._has_template:
-            text = self._after_answer(messages, tools)
+            text = self._after_answer(messages, tools, images)
             text = text[len(self._repeated_end(text, sampled_ids)) :]
+        elif images:
+            raise DataError("the environment sent an image, which requires a chat template: set policy.tokenizer.chat_template")
         else:
             text = "".join(message["content"] for message in messages)
         return torch.tensor(encode(text, self._tokenizer), dtype=torch.int64)
@@ -223,18 +247,24 @@ class TurnFormatter:
         rendered = self._history(json.dumps([{"role": "assistant", "content": _ANSWER}, None]))
         return rendered[rendered.rindex(_ANSWER) + len(_ANSWER) :]
 
-    def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None, images: Sequence[RowImage]) -> str:
         problems = []
         for answer in _answers_before(messages):
             try:
-                return self._after(answer, messages, tools)
+                return self._after(answer, messages, tools, images)
             except DataError as error:
                 problems.append(error)
         raise problems[0]
 
-    def _after(self, answer: Mapping[str, Any], messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    def _after(
+        self,
+        answer: Mapping[str, Any],
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        images: Sequence[RowImage],
+    ) -> str:
         history_text = self._history(json.dumps([answer, tools]))
-        rendered = self._render([_USER, answer, *messages], tools, next_answer=True)
+        rendered = self._render([_USER, answer, *messages], tools, next_answer=True, images=images)
         # The known text occurs equally often in both, and for the last time shortly before the answer's end.
         end_of_own = _split_after(history_text, history_text.count(_ANSWER))
         rest = _split_after(rendered, history_text.count(_ANSWER))
@@ -258,9 +288,16 @@ class TurnFormatter:
         answer, tools = json.loads(answer_and_tools)
         return self._render([_USER, answer], tools, next_answer=False)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, next_answer: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        *,
+        next_answer: bool,
+        images: Sequence[RowImage] = (),
+    ) -> str:
         form = form_for(messages, self._tokenizer, tools=tools)
-        return render(messages, self._tokenizer, form=form, add_generation_prompt=next_answer, tools=tools)
+        return render(messages, self._tokenizer, form=form, add_generation_prompt=next_answer, tools=tools, images=images)
 
 
 _formatter = lru_cache(maxsize=16)(TurnFormatter)
@@ -301,19 +338,20 @@ class NextPrompt:
     continues: bool
     """Whether the current segment continues."""
     images: Sequence[RowImage] = ()
-    """The images in the tokens of a new segment."""
+    """The images in these tokens."""
 
 
 class History(ABC):
     """Tokenizes what an environment wrote, together with the history that the model reads."""
 
     @abstractmethod
-    def next_prompt(self, rollout: Trajectory, observation: Observation) -> NextPrompt:
+    def next_prompt(self, rollout: Trajectory, observation: Observation, images: Sequence[RowImage] = ()) -> NextPrompt:
         """What the model reads before its next turn.
 
         Args:
             rollout: ends with the model's last message.
             observation: the environment's message or messages.
+            images: the images in these messages.
 
         Raises:
             DataError: the chat template cannot render the messages.
@@ -330,10 +368,11 @@ class AsSampled(History):
     def __init__(self, tokenizer: Any) -> None:
         self._formatter = TurnFormatter(tokenizer)
 
-    def next_prompt(self, rollout: Trajectory, observation: Observation) -> NextPrompt:
+    def next_prompt(self, rollout: Trajectory, observation: Observation, images: Sequence[RowImage] = ()) -> NextPrompt:
         """Append the observation to the sampled tokens; the segment always continues."""
         last = rollout.message_log[-1]["token_ids"]
-        return NextPrompt(token_ids=self._formatter.observation_ids(observation, last, tools=rollout.tools), continues=True)
+        tokens = self._formatter.observation_ids(observation, last, tools=rollout.tools, images=images)
+        return NextPrompt(token_ids=tokens, continues=True, images=located(images, tokens.tolist()))
 
 
 class Rendered(History):
@@ -359,17 +398,17 @@ class Rendered(History):
             raise error
         self._tokenizer = tokenizer
 
-    def next_prompt(self, rollout: Trajectory, observation: Observation) -> NextPrompt:
+    def next_prompt(self, rollout: Trajectory, observation: Observation, images: Sequence[RowImage] = ()) -> NextPrompt:
         """Render the conversation again; a prompt that does not continue the sampled tokens begins a new segment."""
         messages = [*rollout.conversation(), *messages_of(observation)]
         tokenizer = guarded(self._tokenizer, messages, rollout.tools)
         form = form_for(messages, tokenizer, tools=rollout.tools)
-        images = rollout.images() or ()
-        text = render(messages, tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools, images=images)
+        shown = [*(rollout.images() or ()), *images]
+        text = render(messages, tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools, images=shown)
         if (prompt := prompt_after(rollout.token_ids(), text, tokenizer)) is not None:
-            return prompt
+            return replace(prompt, images=located(images, prompt.token_ids.tolist()))
         tokens = encode(text, tokenizer)
-        placed = located(images, tokens)
+        placed = located(shown, tokens)
         return NextPrompt(token_ids=torch.tensor(tokens, dtype=torch.int64), continues=False, images=placed)
 
 

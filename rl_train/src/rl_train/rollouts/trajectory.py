@@ -166,12 +166,14 @@ class Trajectory:
         versions = {"weight_version": weight_version, "token_versions": token_versions}
         self.message_log.append({**message, **versions, "turn": self.turns, **sets_entry(sampled_sets)})
 
-    def add_observation(self, observation: Observation, token_ids: torch.Tensor) -> None:
-        """Append what the model reads next; the last message has all tokens, [T]."""
+    def add_observation(self, observation: Observation, token_ids: torch.Tensor, images: Sequence[RowImage] = ()) -> None:
+        """Append what the model reads next; the last message has all tokens, [T], and the images in them."""
         messages = messages_of(observation)
         for number, message in enumerate(messages, start=1):
             ids = token_ids if number == len(messages) else token_ids[:0]
             self.message_log.append({**message, "token_ids": ids})
+        if images:
+            self.message_log[-1]["images"] = list(images)
 
     def start_segment(self, observation: Observation, token_ids: torch.Tensor, images: Sequence[RowImage] = ()) -> None:
         """Append what the model reads next and start a new segment.
@@ -187,9 +189,7 @@ class Trajectory:
             {key: value for key, value in message.items() if key not in _OF_TOKENS} | {"token_ids": none}
             for message in self.message_log
         ]
-        self.add_observation(observation, token_ids)
-        if images:
-            self.message_log[-1]["images"] = list(images)
+        self.add_observation(observation, token_ids, images)
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
         """Add the rewards of one turn."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from rl_core.environments.scorer import StepResult, step_results
-from rl_core.errors import DataError, RLCoreError
+from rl_core.errors import DataError, RLCoreError, format_value
 from rl_core.event_loop import finished
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.records import MESSAGE_KEYS, Message, Observation, text_of
@@ -215,16 +215,39 @@ def _message(message: Any, what: str, who: str) -> Message:
     checked = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
     try:
         if isinstance(checked["content"], list):
-            checked["content"] = text_of(checked["content"], f"the {what}")
+            checked["content"] = _parts(checked["content"], f"the {what}")
     except DataError as error:
         raise RLCoreError(f"{who} returned a message that cannot be read: {error}. {_OBSERVATION}") from error
     for key in checked.keys() - {"tool_calls"}:
-        _check_text(checked[key], f"{key} of the {what}", who, _OBSERVATION)
+        if key != "content" or isinstance(checked[key], str):
+            _check_text(checked[key], f"{key} of the {what}", who, _OBSERVATION)
     if "tool_calls" in checked or ("tool_call_id" in checked and checked["role"] != "tool"):
         key = "tool_calls" if "tool_calls" in checked else "tool_call_id"
         owner = "the model's messages" if key == "tool_calls" else "messages of the role 'tool'"
         raise RLCoreError(f"{who} returned {key} in the {what}, whose role is {checked['role']!r}: only {owner} have {key}.")
     return cast("Message", checked)
+
+
+def _parts(content: list[Any], what: str) -> Any:
+    """The joined texts of a content; its parts if it has images, each as a `data:` URL.
+
+    Raises:
+        DataError: a part is neither a text nor such an image.
+    """
+    images = [part for part in content if isinstance(part, Mapping) and part.get("type") == "image_url"]
+    for part in images:
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, Mapping) else None
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise DataError(f"{what} has an image {format_value(url)}: expected its file as `data:image/png;base64,...`")
+    if not images:
+        return text_of(content, what)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"]["url"]}}
+        if part in images
+        else {"type": "text", "text": text_of([part], what)}
+        for part in content
+    ]
 
 
 def _check_stop_strings(stops: Any, row: int, who: str) -> None:
