@@ -78,7 +78,7 @@ def test_a_picture_is_encoded_once_for_the_samples_of_its_prompt(rlcore, tmp_pat
     config = {
         "defaults": str(EXAMPLES / "grpo_pictures.yaml"),
         "grpo": {"num_prompts_per_step": prompts, "num_generations_per_prompt": samples, "max_num_steps": steps}
-        | {"val_period": 0, "val_at_start": False, "val_at_end": False, "adv_estimator": {"name": "reinforce_plus_plus"}},
+        | {"val_period": 0, "val_at_start": False, "val_at_end": False},
         "policy": {
             "model_name": MODEL,
             "train_global_batch_size": prompts * samples // updates,
@@ -100,5 +100,74 @@ def test_a_picture_is_encoded_once_for_the_samples_of_its_prompt(rlcore, tmp_pat
     monkeypatch.setattr(Qwen2_5_VisionTransformerPretrainedModel, "forward", counted)
     code, output = rlcore("train", str(tmp_path / "run.yaml"), folder=tmp_path)
     assert code == 0, output
-    # Sampling, scoring if a step is several updates, and training.
-    assert sum(encoded) == steps * passes * prompts, encoded
+    # Sampling, scoring if a step is several updates, and training, without prompts whose samples have equal rewards.
+    assert encoded[0] == max(encoded) == prompts, encoded
+    assert sum(encoded) <= steps * passes * prompts
+
+
+def asked(path):
+    """The messages of a prompt with a picture."""
+    content = [{"type": "image", "path": path}, {"type": "text", "text": "What color is the left shape?"}]
+    return [{"role": "user", "content": content}]
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+PAIRS = {"dataset_name": "preference", "path": "pairs.jsonl"}
+VALUE = {"backend": "hf", "model_name": MODEL, "max_total_sequence_length": 48}
+ALGORITHMS = {
+    "sft": {"sft": {"global_batch_size": 4}, "data": {"train": {"dataset_name": "jsonl", "path": "talks.jsonl"}}},
+    "dpo": {"dpo": {"global_batch_size": 4}, "loss_fn": {"name": "dpo"}, "data": {"train": PAIRS}},
+    "rm": {"rm": {"global_batch_size": 4}, "data": {"train": PAIRS}},
+    "kto": {
+        "kto": {"global_batch_size": 4},
+        "loss_fn": {"name": "kto"},
+        "data": {"train": {"dataset_name": "unpaired_preference", "path": "labelled.jsonl"}},
+    },
+    "ppo": {"ppo": {"num_prompts_per_step": 4, "ppo_epochs": 2}, "value": {**VALUE, "train_global_batch_size": 4}},
+    "distillation": {"distillation": {"num_prompts_per_step": 4}, "loss_fn": {"topk": 4}, "teacher": VALUE},
+}
+SAMPLES = {
+    "data": {"train": {"dataset_name": "pictures.shapes.TwoShapes", "size": 16}},
+    "env": {"shapes": {"reward_fns": {"correct": "pictures.shapes.correct"}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_algorithms_train_on_rows_with_images_or_refuse_a_model_without_a_scalar_head(rlcore, tmp_path, monkeypatch, algorithm):
+    for number, color in enumerate(("red", "green", "blue", "black")):
+        Image.new("RGB", (48, 32 + 16 * (number % 2)), color).save(tmp_path / f"{color}.png")
+        rows = {
+            "talks": {"messages": asked(f"{color}.png") + said(color)},
+            "pairs": {"prompt": asked(f"{color}.png"), "chosen": said(color), "rejected": said("yellow")},
+            "labelled": {"prompt": asked(f"{color}.png"), "completion": said(color), "label": number % 2 == 0},
+        }
+        for name, row in rows.items():
+            with (tmp_path / f"{name}.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    config = ALGORITHMS[algorithm]
+    samples = algorithm in ("ppo", "distillation")
+    policy = {**VALUE, "train_global_batch_size": 4, "optimizer": {"kwargs": {"lr": 1e-3}}}
+    config = {
+        **(SAMPLES if samples else {}),
+        **config,
+        "policy": {**policy, **({"generation": {"backend": "hf", "max_new_tokens": 3}} if samples else {})},
+        algorithm: {**config[algorithm], "max_num_steps": 2, "max_num_epochs": 2},
+        "cluster": {"backend": "in_process"},
+        "checkpointing": {"enabled": False},
+    }
+    if algorithm == "sft":
+        config["data"]["train"] |= {"input_key": "messages", "output_key": None}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    code, output = rlcore("train", str(tmp_path / "run.yaml"), folder=tmp_path)
+    if algorithm in ("rm", "ppo"):
+        assert code == 2, output
+        assert "has model type qwen2_5_vl" in output and "no *ForSequenceClassification" in output
+        return
+    assert code == 0, output
+    metrics = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["grad_norm"] > 0 for step in metrics] == [True, True]

@@ -5,8 +5,8 @@ quantizing, keeping an old copy, or sampling from a different distribution. The 
 log-probabilities of the same tokens, computed by the engine's own kernels and by the policy's.
 
 Half of the prompts are random tokens. The other half repeat a short pattern, which exposes a repetition penalty: after random
-tokens a model rarely repeats one. If rows of the run have images, half of both begin with one of two pictures of random pixels, so that
-what computes their features is covered too.
+tokens a model rarely repeats one. If rows of the run have images, half of both begin with one of two pictures of random pixels,
+so that what computes their features is covered too.
 
 The rule, with e the mean |difference| of log-probabilities per sampled token, in nats:
 
