@@ -124,7 +124,7 @@ ALGORITHMS = {
     "kto": {
         "kto": {"global_batch_size": 4},
         "loss_fn": {"name": "kto"},
-        "data": {"train": {"dataset_name": "unpaired_preference", "path": "labelled.jsonl"}},
+        "data": {"train": {"dataset_name": "preference", "path": "labelled.jsonl", "label_key": "label"}},
     },
     "ppo": {"ppo": {"num_prompts_per_step": 4, "ppo_epochs": 2}, "value": {**VALUE, "train_global_batch_size": 4}},
     "distillation": {"distillation": {"num_prompts_per_step": 4}, "loss_fn": {"topk": 4}, "teacher": VALUE},
