@@ -1,4 +1,4 @@
-"""Pictures of two shapes, drawn from the number of the row, with the question which color the left or the right one has.
+"""Pictures of two shapes, drawn from the number of the row, with a question about the color of one of them.
 
 The records and the reward of `examples/sft_pictures.yaml` and `examples/grpo_pictures.yaml`. Needs Pillow.
 
@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw
 from rl_core.interfaces.records import Dataset
 
 COLORS = {"red": (214, 48, 40), "green": (40, 150, 60), "blue": (44, 84, 206), "yellow": (240, 205, 50), "black": (35, 35, 35)}
+DARK_TO_LIGHT = ("black", "blue", "green", "red", "yellow")
 SIDES = ("left", "right")
 _CELL = 16
 """Pixels of a cell; a picture has 3 x 3."""
@@ -53,13 +54,14 @@ class TwoShapes(Dataset):
 
     size: number of rows (4096).
     seed: of the pictures (0); use another one for validation.
+    darker: whether the question is about the darker shape, instead of the left or the right one (False).
     mixed_up: the share of answers that are the color of the other shape (0.0). The model that the example starts from has
         learned from such answers.
     """
 
     def __init__(self, config: Any) -> None:
         self.size, self.seed = getattr(config, "size", 4096), getattr(config, "seed", 0)
-        self.mixed_up = getattr(config, "mixed_up", 0.0)
+        self.darker, self.mixed_up = getattr(config, "darker", False), getattr(config, "mixed_up", 0.0)
 
     def __len__(self) -> int:
         return int(self.size)
@@ -67,7 +69,9 @@ class TwoShapes(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         picture, colors, asked = shapes_of(index, seed=self.seed)
         wrong = random.Random(f"answer {self.seed} {index}").random() < self.mixed_up
-        text = f"What color is the {SIDES[asked]} shape?"
+        if self.darker:
+            asked = min((0, 1), key=lambda shape: DARK_TO_LIGHT.index(colors[shape]))
+        text = f"What color is the {'darker' if self.darker else SIDES[asked]} shape?"
         return {
             "messages": [
                 {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]},
