@@ -62,9 +62,9 @@ BROKEN = {
         changed(observations=[SAID, {**SAID, "content": 7}]),
         "7 as content of the observation of row 1",
     ),
-    "an image": (
-        changed(observations=[SAID, {**SAID, "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
-        "the observation of row 1 has a part of type 'image_url': images are only supported in prompts and training data",
+    "an image by its path": (
+        changed(observations=[SAID, {**SAID, "content": [{"type": "image_url", "image_url": {"url": "1.png"}}]}]),
+        "the observation of row 1 has an image '1.png': expected its file as `data:image/png;base64,...`",
     ),
     "an empty list of messages": (changed(observations=[SAID, []]), "an empty list as observation of row 1"),
     "a text in a list of messages": (changed(observations=[[SAID, "b"], SAID]), "'b' as message 1 of the observation of row 0"),

@@ -219,7 +219,7 @@ def _message(message: Any, what: str, who: str) -> Message:
     except DataError as error:
         raise RLCoreError(f"{who} returned a message that cannot be read: {error}. {_OBSERVATION}") from error
     for key in checked.keys() - {"tool_calls"}:
-        if key != "content" or isinstance(checked[key], str):
+        if key != "content" or not isinstance(checked[key], list):  # parts with images
             _check_text(checked[key], f"{key} of the {what}", who, _OBSERVATION)
     if "tool_calls" in checked or ("tool_call_id" in checked and checked["role"] != "tool"):
         key = "tool_calls" if "tool_calls" in checked else "tool_call_id"
