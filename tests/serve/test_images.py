@@ -315,7 +315,7 @@ def endpoint(tmp_path):
     server.shutdown()
 
 
-def test_agents_send_images_of_their_prompt_and_of_their_own_and_rewritten_ones_begin_a_segment(endpoint):
+def test_agents_send_images_and_another_picture_with_equal_tokens_begins_a_segment(endpoint):
     folder, tokenizer, server = endpoint
     engine = HuggingFaceGeneration(str(folder), max_new_tokens=5, max_model_len=400, torch_dtype="float32")
     given = []

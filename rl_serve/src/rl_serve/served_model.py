@@ -20,7 +20,7 @@ from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.plugins.component import Capability, Component, Kind
+from rl_core.plugins.component import Component, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_serve.settings import ServedImages
@@ -257,14 +257,13 @@ def _served(
     prompts: Sequence[PromptConfig] = (),
 ) -> ServedModel:
     facts = getattr(generation, "facts", {})
-    capabilities = component.capabilities or getattr(component.load(), "capabilities", ())
     reads_images = facts.get("images", False)
 
     def check() -> None:
         if not reads_images:
             of_model = f"{label} is a model of text"
-            of_backend = f"the generation backend {section.backend!r} does not have the capability `{Capability.IMAGES}`"
-            reason = of_model if Capability.IMAGES in capabilities else of_backend
+            of_backend = f"the generation backend {section.backend!r} does not have the capability `images`"
+            reason = of_model if "images" in facts else of_backend
             raise ConfigError(f"Messages cannot have images, because {reason}.")
 
     tokenizer.image_reader = ImageReader(model, images, check)
@@ -281,7 +280,7 @@ def _served(
         max_model_len=facts.get("max_model_len"),
         vocab_size=facts.get("vocab_size", len(tokenizer)),
         backend=section.backend,
-        capabilities=capabilities,
+        capabilities=component.capabilities or getattr(component.load(), "capabilities", ()),
         reads_images=reads_images,
         max_images=images.max_images,
         tasks=tasks or {},
