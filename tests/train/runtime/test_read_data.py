@@ -409,8 +409,8 @@ def test_data_of_another_form_than_the_algorithm_wants_is_refused_before_anythin
     pairs = DataConfig(train=PreferenceDatasetConfig(path=lines("pairs", {"prompt": "1", "chosen": "2", "rejected": "3"})))
     records = DataConfig(train=section(lines("rows", *sums(1, 2))))
     for data, load, says in (
-        (pairs, conversation_loader, "use a dataset of conversations, not of pairs"),
-        (pairs, prompt_loader, "use a dataset of prompts, not of pairs"),
+        (pairs, conversation_loader, "use a dataset of conversations, not of preferences"),
+        (pairs, prompt_loader, "use a dataset of prompts, not of preferences"),
         (records, preference_loader, "use a dataset of preferences"),
         (records, conversation_loader, r"rows\.jsonl:1: record 0 has messages of \['user'\], none of \['assistant'\]"),
     ):

@@ -243,7 +243,7 @@ def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch
 def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
     """Pairs of a chosen and a rejected answer, or labelled answers, as the algorithm needs; `batch_size` counts records."""
     limits = _limits(run, tokenizer)
-    process = preference_datum if run.algorithm.needs_preferences else unpaired_datum
+    process = unpaired_datum if run.algorithm.record_kind == "unpaired" else preference_datum
     return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, is_trained=True)
 
 
