@@ -43,7 +43,7 @@ def draw(colors: list[str], chance: random.Random) -> Image.Image:
 
 
 def shapes_of(number: int, *, seed: int) -> tuple[Image.Image, list[str], int]:
-    """A picture, the colors of its shapes from left to right, and which of the two is asked for."""
+    """A picture, the colors of its shapes from left to right, and the index of the shape that the question is about."""
     chance = random.Random(f"{seed} {number}")
     colors = chance.sample(list(COLORS), 2)
     return draw(colors, chance), colors, chance.randrange(2)
