@@ -131,7 +131,8 @@ def train(task: str, sampler: str, seed: int, work: Path) -> dict[str, Any]:
             subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log, check=True)
         (folder / "done").touch()
     rows = read_jsonl(folder / "metrics.jsonl")
-    tokens, curve = 0.0, {"step": [], "tokens": [], "held_out": []}
+    tokens = 0.0
+    curve: dict[str, list[float]] = {"step": [], "tokens": [], "held_out": []}
     for row in rows:
         tokens += row.get("tokens/trained", 0.0)
         if "validation/reward" in row:
