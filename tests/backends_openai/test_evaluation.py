@@ -41,7 +41,7 @@ def test_a_config_that_could_not_train_is_evaluated(served, tmp_path, monkeypatc
     filtered = ("--engine", "openai", server(served[0], "completions"), "policy.generation.top_p=0.95")
     found = evaluate(config, *filtered)
     assert found.exit_code == 0, found.output + repr(found.exception)
-    trained = CliRunner().invoke(app, ["validate", str(config), "policy.generation.top_p=0.95"])
+    trained = CliRunner().invoke(app, ["validate", str(config), "policy.generation.top_p=0.95", "policy.backend=megatron"])
     assert trained.exit_code == 2
     assert "cannot train on filtered samples" in trained.output
 

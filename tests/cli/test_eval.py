@@ -444,7 +444,7 @@ def test_preference_pairs_cannot_be_evaluated(config, tmp_path):
     Path(config).write_text(json.dumps(changed))
     result = evaluate(config)
     assert isinstance(result.exception, UserError), repr(result.exception)
-    assert "but no messages; it may have preference pairs" in str(result.exception)
+    assert "but no messages; it may have preferences" in str(result.exception)
 
 
 @pytest.mark.parametrize(("algorithm", "samples"), [("dpo", True), ("rm", False)])

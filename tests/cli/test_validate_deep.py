@@ -104,7 +104,7 @@ def test_tables_without_rows_are_errors(validate, tmp_path):
     code, output = validate({"data": {"train": {"dataset_name": "preference_parquet", "path": "pairs.parquet"}}}, "--deep")
     assert code == 2
     assert "data.train: " in output
-    assert "pairs.parquet has no pair to train on (it is empty)" in output
+    assert "pairs.parquet has no preference to train on (it is empty)" in output
 
 
 @pytest.mark.parametrize("case", DEEP)

@@ -21,7 +21,7 @@ _STOP: Final[KeyPath] = ("stop", "metric_name")
 METRICS: Final = {
     "all runs": "loss loss/policy loss/nll loss/preference loss/sft loss/centring grad_norm lr lr/* num_optimizer_steps "
     "tokens/trained tokens/all tokens/skipped tokens_per_s tflops_per_s mfu time/*_s memory/*_gib data/bad_rows "
-    "data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
+    "data/sampler/epochs data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
     "rollouts": "reward/mean reward/std reward/group_std reward/shaped reward/overlong reward/clipped_frac "
     "reward/equal_groups_frac advantage/equal_group_frac advantage/mean advantage/std advantage/clipped_frac "
     "dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
