@@ -384,8 +384,8 @@ def test_the_requirements_of_a_component_are_those_of_its_extra():
     from rl_train.plugin import rlcore_datasets, rlcore_loggers
 
     extras = tomllib.loads((EXAMPLE.parents[1] / "rl_train" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    # The extras of datasets, of nearest examples and of the agents `inspect` and `verifiers` belong to no logger.
-    others = {name: extras[name] for name in ("data", "prompts", "inspect", "verifiers")}
+    # The extras of datasets, of images, of nearest examples and of the agents `inspect` and `verifiers` belong to no logger.
+    others = {name: extras[name] for name in ("data", "images", "prompts", "inspect", "verifiers")}
     assert {c.name: list(c.needs) for c in rlcore_loggers() if c.needs} | others == extras
     assert {tuple(c.needs) for c in rlcore_datasets() if c.needs} == {tuple(extras["data"])}
     assert all(c.install == f"pip install 'rl-train[{c.name}]'" for c in rlcore_loggers() if c.needs)
