@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.images import ImageInputs, RowImage
 from rl_core.interfaces.policy import LossType
 from rl_train.algorithms.kto import mismatched_rows
 from rl_train.algorithms.losses.preference_configs import KTOLossConfig
@@ -200,3 +201,25 @@ def test_untrained_tokens_within_an_answer_stay_untrained_with_another_prompt():
     rows = mismatched_rows(batch, max_length=9)
     [row] = [row for row, ids in enumerate(rows["input_ids"].tolist()) if ids[0] == 2]
     assert rows["token_mask"][row].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def picture(digest):
+    """An image at the second token of a row."""
+    return RowImage(digest=digest, start=1, length=2, placeholder_id=3, num_placeholders=2, inputs=ImageInputs())
+
+
+def test_prompts_with_equal_tokens_and_other_images_are_other_prompts_and_keep_their_images():
+    batch = batch_of(([1, 3, 3, 2], [4]), ([1, 3, 3, 2], [5]), ([1, 2], [6]))
+    batch["images"] = [[picture("red")], [picture("blue")], None]
+    rows = mismatched_rows(batch, max_length=9)
+    assert rows is not None, "the text of two prompts is equal, but not their images"
+    shown = [tuple(image.digest for image in images or ()) for images in rows["images"]]
+    assert sorted(zip(shown, (prompt for prompt, _ in pairs_in(rows)), strict=True)) == [
+        ((), (1, 2)),
+        (("blue",), (1, 3, 3, 2)),
+        (("red",), (1, 3, 3, 2)),
+    ]
+    batch["images"] = [[picture("red")], [picture("red")], [picture("red")]]
+    batch["sample_mask"][2] = 0.0
+    assert mismatched_rows(batch, max_length=9) is None
+    assert "images" not in mismatched_rows(batch_of(([1], [4]), ([2], [5])), max_length=9)

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.images import RowImage, prompt_identity
 from rl_train.algorithms.losses.means import row_sums
 from rl_train.algorithms.losses.supervised import REFERENCE, TIE
 from rl_train.algorithms.supervised_configs import KTOConfig
@@ -82,32 +84,50 @@ def mismatched_rows(batch: Batch, *, max_length: int) -> Batch | None:
 
     Rows are ordered by hashes of their prompts and answers, and each prompt gets the answer of the row that is as many rows
     further on as the most frequent prompt has rows. So the result does not depend on the order of the rows, each answer is used
-    once, and a prompt whose next answer is still its own, because more than half of the rows have this prompt, is left out.
+    at most once, and a prompt whose next answer is still its own, because more than half of the rows have this prompt, is left
+    out. Prompts with equal tokens and other images are other prompts.
 
     Args:
-        batch: `input_ids` [B, T], `input_lengths` [B], `token_mask` [B, T] and `sample_mask` [B].
+        batch: `input_ids` [B, T], `input_lengths` [B], `token_mask` [B, T] and `sample_mask` [B], and `images` of the prompts,
+            if there are any.
         max_length: Longer rows lose their last tokens.
     """
-    columns = (batch["input_ids"], batch["token_mask"], batch["input_lengths"].tolist(), batch["sample_mask"].tolist())
+    columns = [batch[key] for key in ("input_ids", "token_mask")]
+    columns += [batch[key].tolist() for key in ("input_lengths", "sample_mask")]
     rows = []
-    for ids, mask, length, kept in zip(*columns, strict=True):
+    for ids, mask, length, kept, images in zip(*columns, batch.get("images", [None] * batch.size), strict=True):
         if kept:
             start = int(mask.argmax())  # the first token of the answer
             prompt, answer = ids[:start], ids[start:length]
-            rows.append(((_digest(prompt), _digest(answer)), prompt, answer, mask[start:length]))
-    rows.sort(key=lambda row: row[0])
-    shift = max(Counter(prompt for (prompt, _), *_ in rows).values(), default=0)
-    pairs = [(row, other) for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True) if row[0][0] != other[0][0]]
+            identity = (_digest(prompt), prompt_identity(images))
+            rows.append(_Row(identity, _digest(answer), prompt, images, answer, mask[start:length]))
+    rows.sort(key=lambda row: (row.identity, row.answer_digest))
+    shift = max(Counter(row.identity for row in rows).values(), default=0)
+    others = rows[shift:] + rows[:shift]
+    pairs = [(row, other) for row, other in zip(rows, others, strict=True) if row.identity != other.identity]
     if not pairs:
         return None
-    ids = [torch.cat([prompt, answer])[:max_length] for (_, prompt, *_), (_, _, answer, _) in pairs]
-    masks = [torch.cat([torch.zeros(len(prompt)), mask])[:max_length] for (_, prompt, *_), (*_, mask) in pairs]
+    ids = [torch.cat([row.prompt, other.answer])[:max_length] for row, other in pairs]
+    masks = [torch.cat([torch.zeros(len(row.prompt)), other.answer_mask])[:max_length] for row, other in pairs]
+    images = {"images": [row.images for row, _ in pairs]} if any(row.images for row, _ in pairs) else {}
     return BatchedDataDict(
         input_ids=pad_sequence(ids, batch_first=True),
         input_lengths=torch.tensor([len(row) for row in ids]),
         token_mask=pad_sequence(masks, batch_first=True),
         sample_mask=torch.ones(len(ids)),
+        **images,
     )
+
+
+class _Row(NamedTuple):
+    identity: tuple[bytes, tuple[tuple[int, str], ...]]
+    """Equal for rows with the same prompt."""
+    answer_digest: bytes
+    prompt: torch.Tensor
+    images: Sequence[RowImage] | None
+    """In the prompt."""
+    answer: torch.Tensor
+    answer_mask: torch.Tensor
 
 
 def _digest(tokens: torch.Tensor) -> bytes:
