@@ -28,7 +28,6 @@ from rl_train.rollouts.activity import ENGINE, ActivityLog
 from rl_train.rollouts.advantages import AdvantageEstimator
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluation import Evaluation, ValidationSet
-from rl_train.rollouts.schedule import by_weight_version
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.trajectory import Trajectory, join_segments
 from rl_train.weight_sync.device_memory import DeviceMemory
@@ -273,7 +272,7 @@ class Run:
         self._training = result
         self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
         self.metrics.add({f"lr/{name}": lr for name, lr in result.get("group_lrs", {}).items()})
-        self.metrics.add(self.loss_fn.reported_metrics(by_weight_version(result["metrics"])))
+        self.metrics.add(self.loss_fn.reported_metrics(result["metrics"]))
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})
         self.metrics.add({"tokens/skipped": result.get("skipped_valid_toks", 0.0)})
         dropped = int((join_segments(batch)["sample_mask"] == 0).sum())

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn, GRPOLossFn, NLLLossFn
 from rl_train.algorithms.losses.config import CISPOLossConfig, DAPOLossConfig, DrGRPOLossConfig, GRPOLossConfig, GSPOLossConfig
-from rl_train.rollouts.schedule import by_weight_version
 
 
 def random_batch(seed, rows=4, length=6):
@@ -203,7 +202,7 @@ def test_mismatch_covers_tokens_of_the_current_weights_and_staleness_the_others(
         name: float({"max": max}.get(loss_fn.metric_reductions.get(name), sum)(share[name] for share in shares))
         for name in shares[0]
     }
-    found = by_weight_version(whole)
+    found = loss_fn.reported_metrics(whole)
     d = (logprobs - sampled).double()
     current, stale = d[trained & (data["stale_mask"] == 0)], d[trained & (data["stale_mask"] > 0)]
     assert len(current)
@@ -221,9 +220,9 @@ def test_a_mean_over_no_token_is_left_out():
     row[1]["stale_mask"] = torch.ones(1, 2)
     loss_fn = ClippedPGLossFn()
     loss_fn.on_policy = True
-    found = by_weight_version({name: float(value) for name, value in loss_fn(*row)[1].items()})
+    found = loss_fn.reported_metrics({name: float(value) for name, value in loss_fn(*row)[1].items()})
     assert {name for name in found if name.startswith(("mismatch/", "staleness/"))} == {"staleness/kl", "staleness/token_frac"}
-    assert by_weight_version({"mismatch/kl": 0.5}) == {"mismatch/kl": 0.5}
+    assert loss_fn.reported_metrics({"mismatch/kl": 0.5}) == {"mismatch/kl": 0.5}
 
 
 def test_clip_higher_by_hand():

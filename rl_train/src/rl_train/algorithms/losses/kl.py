@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
 from rl_train.algorithms.losses.config import PolicyGradientLossConfig
-from rl_train.algorithms.losses.means import LOG_RATIO_BOUND, bounded_log_ratio, row_means, token_mean
+from rl_train.algorithms.losses.means import LOG_RATIO_BOUND, bounded_log_ratio, divided_by_shares, row_means, token_mean
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -142,6 +143,18 @@ def mismatch_metrics(
         "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), current, global_valid_toks),
         "mismatch/max": torch.where(current > 0, difference, torch.zeros_like(difference)).max(),
     }
+
+
+def by_weight_version(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """The metrics of a step, those of `mismatch_metrics` as means over the tokens that they cover, or left out without any."""
+    if "staleness/token_frac" not in metrics:
+        return metrics
+    stale = metrics["staleness/token_frac"]
+    shares = {**dict.fromkeys(("mismatch/kl", "mismatch/mult_prob_error"), 1.0 - stale), "staleness/kl": stale}
+    means = divided_by_shares(metrics, shares)
+    if "mismatch/kl" not in means:  # the maximum over no token
+        means.pop("mismatch/max", None)
+    return means
 
 
 def ratio_metrics(

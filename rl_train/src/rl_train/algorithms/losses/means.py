@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 LOG_RATIO_BOUND = 20.0
@@ -75,6 +77,21 @@ def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask: as `token_mean`.
     """
     return (row_means(log_ratio, mask).detach().unsqueeze(-1) + (log_ratio - log_ratio.detach())).exp()
+
+
+_LEAST_SHARE = 1e-6
+"""A share is a sum of float32 numbers, so that of no token may differ from 0 by their rounding."""
+
+
+def divided_by_shares(metrics: Mapping[str, float], shares: Mapping[str, float]) -> dict[str, float]:
+    """The metrics, with sums over some of the tokens or rows as means over these; those over none are left out.
+
+    Args:
+        metrics: reduced over a step or a validation set.
+        shares: the fraction of the trained tokens or rows that a metric covers, for metrics that do not cover all of them.
+    """
+    known = {name: value for name, value in metrics.items() if shares.get(name, 1.0) > _LEAST_SHARE}
+    return {name: value / shares.get(name, 1.0) for name, value in known.items()}
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

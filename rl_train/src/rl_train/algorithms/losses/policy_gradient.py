@@ -29,7 +29,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType, Reduction
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, GRPOLossConfig, PolicyGradientLossConfig
-from rl_train.algorithms.losses.kl import mismatch_metrics, ratio_metrics, reference_kl, sampling_weights
+from rl_train.algorithms.losses.kl import by_weight_version, mismatch_metrics, ratio_metrics, reference_kl, sampling_weights
 from rl_train.algorithms.losses.means import bounded_log_ratio, sequence_mean, sequence_ratio, token_mean
 
 
@@ -100,6 +100,9 @@ class PolicyGradientLossFn(LossFunction):
     def optional_keys(self) -> frozenset[str]:
         """`stale_mask`, by which metrics are split, see `mismatch_metrics`."""
         return frozenset({"stale_mask"})
+
+    def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return by_weight_version(metrics)
 
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
         """Rows with a trained token whose advantage is not 0; all with a KL in the loss or with other terms."""

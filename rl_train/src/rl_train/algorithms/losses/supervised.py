@@ -27,7 +27,7 @@ from torch.nn.functional import logsigmoid, relu, sigmoid
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.policy import LossFunction, LossType
 from rl_train.algorithms.losses.config import NLLLossConfig
-from rl_train.algorithms.losses.means import row_means, row_sums, token_mean
+from rl_train.algorithms.losses.means import divided_by_shares, row_means, row_sums, token_mean
 from rl_train.algorithms.losses.preference_configs import (
     BradleyTerryLossConfig,
     DPOLossConfig,
@@ -66,8 +66,6 @@ REFERENCE = "reference_policy_logprobs"
 TIE = 1e-5
 """Scores that differ by at most this much are equal: two passes over the same tokens may sum in another order."""
 _DESIRABLE, _UNDESIRABLE = "kto/reward_desirable", "kto/reward_undesirable"
-_LEAST_SHARE = 1e-6
-"""Smallest fraction of rows that is not a rounding error."""
 _MAX_MEAN_LOGPROB = -1e-6
 """Upper bound of mean log-probabilities in odds: an answer with probability 1 has infinite odds."""
 
@@ -268,10 +266,10 @@ class KTOLossFn(LossFunction):
     def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics with mean rewards of each label that occurs, and with the margin if both do."""
         share = metrics["kto/desirable_frac"]
-        shares = {_DESIRABLE: share, _UNDESIRABLE: 1.0 - share}
-        rewards = {name: metrics[name] / of_label for name, of_label in shares.items() if of_label > _LEAST_SHARE}
-        margin = {"kto/margin": rewards[_DESIRABLE] - rewards[_UNDESIRABLE]} if len(rewards) == 2 else {}
-        return {name: value for name, value in metrics.items() if name not in shares} | rewards | margin
+        means = divided_by_shares(metrics, {_DESIRABLE: share, _UNDESIRABLE: 1.0 - share})
+        if {_DESIRABLE, _UNDESIRABLE} <= means.keys():
+            means["kto/margin"] = means[_DESIRABLE] - means[_UNDESIRABLE]
+        return means
 
 
 class BradleyTerryLossFn(LossFunction):
