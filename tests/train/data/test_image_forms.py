@@ -20,6 +20,7 @@ from rl_train.data.dataset_config import (
     PreferenceDatasetConfig,
 )
 from rl_train.data.datasets import RecordDataset
+from rl_train.data.holdout import prompt_digest
 from rl_train.data.image_sources import ImageSource
 from rl_train.data.images import ImageReader, decoded
 from rl_train.data.preferences import PreferenceDataset
@@ -151,6 +152,67 @@ def test_images_of_a_column_are_left_out_on_request(folder):
     path = lines(folder, {"question": "Which color?", "images": ["pictures/red.png"]})
     [record] = RecordDataset(JsonlDatasetConfig(path=path, output_key=None, images_key=None))
     assert record["messages"] == [{"role": "user", "content": "Which color?"}]
+
+
+LEFT_OUT = {
+    "sharegpt": {
+        "image": "pictures/red.png",
+        "conversations": [{"from": "human", "value": "Which color?"}, {"from": "gpt", "value": "red"}],
+    },
+    "record": {"images": ["pictures/red.png"], "messages": messages(ASKED)},
+}
+
+
+@pytest.mark.parametrize("function", LEFT_OUT)
+def test_record_functions_get_rows_without_the_images_that_are_left_out(function, folder):
+    path = lines(folder, LEFT_OUT[function])
+    [record] = RecordDataset(JsonlDatasetConfig(path=path, record_fn=function, images_key=None))
+    assert record["messages"][0] == {"role": "user", "content": "Which color?"}
+
+
+def red_or_blue(folder: Path, color, row, **keys) -> RecordDataset:
+    """A row about a picture that has the same name in every folder."""
+    (folder / "pictures").mkdir(parents=True)
+    (folder / "pictures" / "1.png").write_bytes(png(color, size=(40, 24 if color == RED else 99)))
+    return RecordDataset(JsonlDatasetConfig(path=lines(folder, row), output_key=None, **keys))
+
+
+SHOWN = {
+    "a column": {"question": "Which color?", "images": ["pictures/1.png"]},
+    "a part": {"question": [{"role": "user", "content": [{"type": "image", "path": "pictures/1.png"}, ASKED]}]},
+}
+
+
+@pytest.mark.parametrize("form", SHOWN)
+def test_prompts_with_other_pictures_of_the_same_name_are_other_prompts(form, tmp_path):
+    train, same, other = (
+        red_or_blue(tmp_path / name, color, SHOWN[form]) for name, color in (("train", RED), ("same", RED), ("other", BLUE))
+    )
+    assert prompt_digest(train, 0) == prompt_digest(same, 0)
+    assert prompt_digest(train, 0) != prompt_digest(other, 0)
+
+
+@pytest.mark.parametrize("form", SHOWN)
+def test_a_system_prompt_does_not_change_which_prompt_a_row_with_images_is(form, tmp_path):
+    plain = red_or_blue(tmp_path / "plain", RED, SHOWN[form])
+    instructed = red_or_blue(tmp_path / "instructed", RED, SHOWN[form], system_prompt="Be brief.")
+    assert prompt_digest(plain, 0) == prompt_digest(instructed, 0)
+
+
+OF_PYTHON = {
+    "an unknown part": (messages({"type": "note", "note": "a"}), "part of type 'note'"),
+    "an image of the assistant": (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": [PARTS["base64"]]}],
+        "has an image and the role 'assistant'",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OF_PYTHON)
+def test_records_of_a_dataset_in_python_may_have_the_same_parts_as_those_of_files(form, tokenizer):
+    record, says = OF_PYTHON[form]
+    with pytest.raises(DataError, match=says):
+        conversation_datum({"messages": [*record, {"role": "assistant", "content": "red"}]}, idx=0, tokenizer=tokenizer)
 
 
 def test_both_answers_of_a_pair_have_the_images_of_the_prompt(folder, tokenizer, reds):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, DataError
+from rl_train.data.image_sources import IMAGE_FIELDS
 from rl_train.data.records import field_value
 
 if TYPE_CHECKING:
@@ -148,7 +149,6 @@ Row = Mapping[str, Any]
 _QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
 ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
 _RESPONSES = ("response", "completion", "output")
-_IMAGES = ("images", "image")
 _LONGEST_PATH = 1024
 """Longer texts are not paths; they may be `data:` URLs."""
 SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto")
@@ -416,13 +416,13 @@ def _has_images(row: Row) -> bool:
     talks = [value for value in row.values() if _is_conversation(value)]
     contents = [message["content"] for talk in talks for message in talk if isinstance(message.get("content"), list)]
     kinds = {part.get("type") for content in contents for part in content if isinstance(part, Mapping)}
-    return any(row.get(key) for key in _IMAGES) or not kinds.isdisjoint(("image", "image_url"))
+    return any(row.get(key) for key in IMAGE_FIELDS) or not kinds.isdisjoint(("image", "image_url"))
 
 
 def _with_absolute_images(value: Any, folder: Path, *, is_image: bool = False) -> Any:
     """A row whose images have absolute paths, because the converted rows are in another folder."""
     if isinstance(value, Mapping):
-        return {key: _with_absolute_images(each, folder, is_image=key in (*_IMAGES, "path")) for key, each in value.items()}
+        return {key: _with_absolute_images(each, folder, is_image=key in (*IMAGE_FIELDS, "path")) for key, each in value.items()}
     if isinstance(value, list):
         return [_with_absolute_images(each, folder, is_image=is_image) for each in value]
     is_file = is_image and isinstance(value, str) and len(value) < _LONGEST_PATH and (folder / value).is_file()

@@ -94,10 +94,15 @@ def _message(message: Any, what: str) -> dict[str, Any]:
     _check_role(given, what)
     if given.get("weight") not in (None, 0, 1):
         raise DataError(f"{what} has the weight {given['weight']!r}: expected 1 (trained) or 0 (not trained)")
-    return {**given, "content": _content(given["content"], given["role"], what)}
+    return {**given, "content": read_content(given["content"], given["role"], what)}
 
 
-def _content(content: Any, role: str, what: str) -> str | list[dict[str, Any]]:
+def read_content(content: Any, role: str, what: str) -> str | list[dict[str, Any]]:
+    """The content of a message: a text, or parts if it has images.
+
+    Raises:
+        DataError: It is neither, or an answer with an image.
+    """
     parts = with_image_parts(content, what)
     if parts is None:
         return _text(content, what)

@@ -27,7 +27,6 @@ from rl_train.data.conversations import (
     with_system_prompt,
     without_answer,
 )
-from rl_train.data.image_sources import images_of_row
 from rl_train.data.records import Records, RowReader, form_hint
 from rl_train.data.row_sections import RecordFields
 from rl_train.errors import reporting_errors
@@ -66,16 +65,13 @@ class RecordReader(RowReader[RecordFields, Record]):
         """The prompt: the input field, the fields of the template, or a conversation without its answer."""
         if self.function is not None:
             return without_answer(self.records(row)[0]["messages"])
-        row = self.with_nested(row)
-        images, _ = images_of_row(row, self.config.images_key, is_named=False)
-        return self._text_of_prompt(row) if images is None else without_answer(self._from_keys(row)["messages"])
-
-    def _text_of_prompt(self, row: dict[str, Any]) -> Any:
-        key = self.config.input_key
+        row, key = self.with_nested(row), self.config.input_key
         if self._template is not None and key not in row:
-            return {name: row[name] for name in sorted(self._template.names)}
-        value = row[key]
-        return value if isinstance(value, str) else without_answer(read_messages(value, "the row", role="user"))
+            text: Any = {name: row[name] for name in sorted(self._template.names)}
+        elif isinstance(text := row[key], list):
+            return without_answer(self.with_images(read_messages(text, "the row", role="user"), row))
+        images = self.with_images([{"role": "user", "content": ""}], row)[0]["content"]
+        return [text, images] if images else text
 
     def _from_keys(self, row: dict[str, Any]) -> Record:
         config = self.config

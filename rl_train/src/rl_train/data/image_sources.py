@@ -22,6 +22,8 @@ _OTHERS = ("video", "audio", "file")
 """What the types of parts that are refused by name begin with, after `input_`."""
 _VALUES = ("image", "path", "url", "base64", "image_url")
 """Keys of an image in a part; the last is OpenAI's."""
+IMAGE_FIELDS = ("images", "image")
+"""Fields in which rows have images by default."""
 _FORMS = "a path, a `data:` URL, bytes, {bytes, path}, or a PIL image"
 
 
@@ -209,7 +211,7 @@ def images_of_row(row: Mapping[str, Any], key: str | None, *, is_named: bool) ->
         return (None, None) if key is None else (row[key], key)
     if is_named:
         raise DataError(f"the field {key!r} (`images_key`) is missing: the row has {sorted(row)}")
-    return row.get("image"), "image"
+    return row.get(IMAGE_FIELDS[1]), IMAGE_FIELDS[1]
 
 
 def folder_of(path: Any) -> Path | None:

@@ -22,9 +22,9 @@ from rl_core.data.hub import pretrained_location, published_file, read_model_con
 from rl_core.data.images import ImageInputs, RowImage
 from rl_core.data.tokenizer import encode
 from rl_core.errors import ConfigError, DataError, with_key
-from rl_core.interfaces.records import plain_text
 from rl_train.config.data_sections import ImagesConfig
-from rl_train.data.image_sources import ImageSource, image_parts, source_of, with_image_parts
+from rl_train.data.conversations import read_content
+from rl_train.data.image_sources import ImageSource, image_parts, source_of
 from rl_train.data.special_tokens import media_ids, written_names
 
 if TYPE_CHECKING:
@@ -308,9 +308,9 @@ def read_images(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[
 
 def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of any dataset, whose content is a text, or a list of parts if it has images."""
-    content = message.get("content")
-    parts = with_image_parts(content, f"a message of the role {message.get('role')!r}")
-    return {**message, "content": plain_text(content) if parts is None and isinstance(content, list) else parts or content}
+    role, content = message["role"], message.get("content")
+    parts = isinstance(content, list)
+    return {**message, "content": read_content(content, role, f"a message of the role {role!r}") if parts else content}
 
 
 def _reference(source: ImageSource, image: TextImage) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
 from rl_train.data.conversations import Messages, from_text
-from rl_train.data.image_sources import ImageSource, folder_of, image_identity, images_of_row, placed
+from rl_train.data.image_sources import IMAGE_FIELDS, ImageSource, folder_of, image_identity, images_of_row, placed
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
 from rl_train.data.rows import JsonLines
 from rl_train.errors import reporting_errors
@@ -77,12 +77,14 @@ class RowReader(ABC, Generic[ConfigT, RecordT]):
         return with_nested_fields(row, self._nested) if self._nested else row
 
     def made(self, row: dict[str, Any]) -> Any:
-        """What the function of the config, which must have one, returns for a row.
+        """What the function of the config, which must have one, returns for a row, without images if the config leaves them out.
 
         Raises:
             ConfigError: It raised.
         """
         assert self.function is not None
+        if self.config.images_key is None:
+            row = {key: value for key, value in row.items() if key not in IMAGE_FIELDS}
         with reporting_errors(f"record_fn {self.config.record_fn}", self.function):
             return self.function(row)
 

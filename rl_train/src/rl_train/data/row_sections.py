@@ -40,7 +40,8 @@ class RowsConfig(DatasetConfig):
         "images",
         description="Field with the images of the row, a list or a single one. They belong to the image parts of the "
         "messages without an image, or in front of the first message of the user if there are none. With the "
-        "default `images`, rows may lack the field, or have it as `image`; any other field must exist. null leaves it out.",
+        "default `images`, rows may lack the field, or have it as `image`; any other field must exist. null leaves both out, "
+        "also of the rows that `record_fn` gets.",
     )
 
     @property
