@@ -18,7 +18,7 @@ s is the logistic function. Notation: B rows, T tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -104,13 +104,7 @@ class PreferenceLossFn(LossFunction):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of the pairs and its metrics; both rows of a pair have the same `sample_mask`. See `LossFunction`."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
-        counts = data["sample_mask"][0::2] * data["sample_mask"][1::2]
-        num_pairs = (global_valid_seqs / 2).clamp(min=1.0)
-
-        def mean(of_pairs: torch.Tensor) -> torch.Tensor:
-            total: torch.Tensor = (of_pairs * counts).sum() / num_pairs
-            return total
-
+        mean = _mean_over_pairs(data, global_valid_seqs)
         scores = self.scores(next_token_logprobs, data, mask)
         margins = scores[0::2] - scores[1::2]
         likelihood = row_means if self.config.sft_average_log_probs else row_sums
@@ -122,7 +116,7 @@ class PreferenceLossFn(LossFunction):
         return loss, {
             "loss/preference": preference.detach(),
             **({"loss/sft": nll.detach()} if self.config.sft_loss_weight else {}),
-            "preference/accuracy": mean((margins > TIE).float() + 0.5 * (margins.abs() <= TIE).float()),
+            "preference/accuracy": mean(_is_preferred(margins)),
             "preference/margin": mean(margins),
             "preference/score_chosen": mean(scores[0::2]),
             "preference/score_rejected": mean(scores[1::2]),
@@ -210,6 +204,25 @@ class ORPOLossFn(PreferenceLossFn):
         return mean - torch.log(-torch.expm1(mean))
 
 
+def _mean_over(weights: torch.Tensor, count: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The contribution of values [N], of weight 0 or 1, to their mean over `count` rows or pairs of the global batch."""
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = (values * weights).sum() / count.clamp(min=1.0)
+        return total
+
+    return mean
+
+
+def _mean_over_pairs(data: BatchedDataDict[Any], global_valid_seqs: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return _mean_over(data["sample_mask"][0::2] * data["sample_mask"][1::2], global_valid_seqs / 2)
+
+
+def _is_preferred(margins: torch.Tensor) -> torch.Tensor:
+    """1.0 where the chosen answer has the higher score, 0.5 for ties, else 0.0."""
+    return (margins > TIE).float() + 0.5 * (margins.abs() <= TIE).float()
+
+
 def _smoothed(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     loss: torch.Tensor = -(1.0 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
     return loss
@@ -245,11 +258,7 @@ class KTOLossFn(LossFunction):
         """The loss of the answers and its metrics, see `LossFunction`; rewards are divided by all answers."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         is_desirable, beta = data["desirable"] > 0, self.config.reference_policy_kl_penalty
-
-        def mean(of_rows: torch.Tensor) -> torch.Tensor:
-            total: torch.Tensor = (of_rows * data["sample_mask"]).sum() / global_valid_seqs.clamp(min=1.0)
-            return total
-
+        mean = _mean_over(data["sample_mask"], global_valid_seqs)
         rewards = beta * row_sums(next_token_logprobs - data[REFERENCE], mask)
         leads = (rewards - beta * data["kl_estimates"]) * torch.where(is_desirable, 1.0, -1.0)
         weights = torch.where(is_desirable, self.config.desirable_weight, self.config.undesirable_weight)
@@ -306,13 +315,7 @@ class BradleyTerryLossFn(LossFunction):
 
         Both rows of a pair have the same `sample_mask`.
         """
-        counts = data["sample_mask"][0::2] * data["sample_mask"][1::2]
-        num_pairs = (global_valid_seqs / 2).clamp(min=1.0)
-
-        def mean(of_pairs: torch.Tensor) -> torch.Tensor:
-            total: torch.Tensor = (of_pairs * counts).sum() / num_pairs
-            return total
-
+        mean = _mean_over_pairs(data, global_valid_seqs)
         scores = last_values(next_token_logprobs, data["input_lengths"])
         chosen, rejected = scores[0::2], scores[1::2]
         leads = chosen - rejected
@@ -323,7 +326,7 @@ class BradleyTerryLossFn(LossFunction):
         return loss, {
             "loss/preference": preference.detach(),
             "loss/centring": centring.detach(),
-            "preference/accuracy": mean((leads > TIE).float() + 0.5 * (leads.abs() <= TIE).float()),
+            "preference/accuracy": mean(_is_preferred(leads)),
             "preference/margin": mean(leads),
             "preference/score_chosen": mean(chosen.detach()),
             "preference/score_rejected": mean(rejected.detach()),
