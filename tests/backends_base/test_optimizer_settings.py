@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import Field
 
-from rl_backends_base.optimizer import OptimizerChain
+from rl_backends_base.optimizer import OptimizerChain, build_optimizer
 from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError
@@ -176,3 +176,26 @@ class LionConfig(OptimizerConfig):
 )
 def test_the_section_of_a_plugin_has_its_own_default_arguments(section, kwargs):
     assert LionConfig.model_validate(section).kwargs == kwargs
+
+
+def test_a_schedule_that_only_changes_learning_rates_can_scale_those_of_groups():
+    """Torch's schedules also record the initial rates; one by its path needs only `step` and `state_dict`."""
+    config = OptimizerConfig(name=ADAMW, kwargs={"lr": 0.01}, groups={"matrices": {"kwargs": {"lr": 0.02}}})
+    weights = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("layers.0.weight", "head.weight")}
+    settings = OptimizerSettings(build_optimizer(weights, config), config, SchedulerConfig(name=f"{__name__}.Halving"))
+    settings.scheduler.step()
+    assert [group["lr"] for group in settings.optimizer.param_groups] == [0.01, 0.005]
+
+
+class Halving:
+    """Halves the learning rates at each step."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+    def state_dict(self):
+        return {}

@@ -28,7 +28,7 @@ class OptimizerSettings:
     A checkpoint contains the settings under which it was written. If the current ones are equal, everything continues as
     saved, bit for bit. If they differ, the current ones apply: the schedule is at the position it would have if the run had
     had them from its first step. Values in an optimizer's parameter groups other than its arguments, such as an estimated step
-    step size, are state and always continue.
+    size, are state and always continue.
 
     Attributes:
         lr_factor: factor on the learning rates of the schedule; not saved, because the run saves it.
@@ -54,9 +54,11 @@ class OptimizerSettings:
         if self.lr_factor != 1.0:
             for group in groups:
                 group["lr"] = group["lr"] * self.lr_factor
-        yield max(float(group["lr"]) for group in groups)
-        for group, lr in zip(groups, unscaled, strict=True):
-            group["lr"] = lr
+        try:
+            yield max(float(group["lr"]) for group in groups)
+        finally:
+            for group, lr in zip(groups, unscaled, strict=True):
+                group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, parameter groups without their parameters, and the schedule's position."""
@@ -126,8 +128,9 @@ class OptimizerSettings:
 
     def _check_ratios(self, scheduler: SchedulerConfig) -> None:
         """Raise UserError if the schedule has replaced the learning rates of groups by a single one."""
-        groups = self.optimizer.param_groups
-        scales = {float(old["lr"]): float(new["initial_lr"]) for old, new in zip(self._initial, groups, strict=True)}
+        # Only schedules of torch record the rates that they scale.
+        now = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+        scales = {float(old["lr"]): new for old, new in zip(self._initial, now, strict=True)}
         if any(not math.isclose(a * scales[b], b * scales[a], rel_tol=1e-6) for a in scales for b in scales):
             raise UserError(
                 f"`policy.scheduler.name`: {scheduler.name} sets the same learning rate for all groups of "
