@@ -23,7 +23,7 @@ STAGES = {"key": "level", "bounds": [1, 2], "at_steps": (), "at_reward": None, "
 def rows_of(count, *, tasks=("a", "b", "c"), shuffle=True, **options):
     records = [
         {
-            "message_log": [{"content": "q" * (row + 1)}],
+            "messages": [{"role": "user", "content": "q" * (row + 1)}],
             "extra_env_info": {"level": 1 + row % 3},
             "task_name": tasks[row % len(tasks)],
         }
@@ -227,6 +227,18 @@ def test_without_a_key_stages_are_those_of_the_length_of_the_prompt():
     assert sampler.choose(4, step=1, excluded=()) == [0, 1, 2, 3]
     assert sampler.choose(4, step=2, excluded=()) == [0, 1, 2, 3]
     assert sampler.choose(5, step=2, excluded={0, 1, 2, 3}) == [4, 5, 6, 7, 8]
+
+
+def test_the_length_of_a_prompt_is_that_of_its_text_without_images_and_without_the_answer():
+    image = {"type": "image", "image": "a.png"}
+    messages = [
+        {"role": "user", "content": [image, {"type": "text", "text": "four"}, image]},
+        {"role": "assistant", "content": "an answer"},
+    ]
+    rows = PromptRows(BatchedDataLoader([{"messages": messages}]))
+    assert rows.values(None) == [4]
+    with pytest.raises(DataError, match="record 0 has no `messages`"):
+        PromptRows(BatchedDataLoader([{"text": "q"}])).values(None)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ from typing import Any, ClassVar, NoReturn
 
 from rl_core.errors import ConfigError, DataError, format_value, with_key
 from rl_train.data.arrow_rows import ConcatDataset
+from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.holdout import row_location
+from rl_train.data.image_sources import texts_of
 from rl_train.data.processors import TokenizedRows
 from rl_train.errors import reporting_errors
 
@@ -68,18 +70,21 @@ class PromptRows:
         """A number of each row.
 
         Args:
-            key: A field of the row's metadata (`env_keys` of the dataset); None for the number of characters of the prompt.
+            key: A field of the row's metadata (`env_keys` of the dataset); None for the number of characters of the prompt,
+                without images and without the answer of the data.
 
         Raises:
-            DataError: A row has no such field, or its value is not a number.
+            DataError: A row has no such field or no messages, or the value is not a number.
         """
         return [self._value(row, key) for row in range(len(self))]
 
     def _value(self, row: int, key: str | None) -> float:
         record = self._record(row)
         if key is None:
-            messages = record["messages"] if "messages" in record else record["message_log"]
-            return float(sum(len(message.get("content") or "") for message in messages))
+            if "messages" not in record:
+                where = row_location(self._loader.dataset, row)
+                raise DataError(f"{where} has no `messages`, so its prompt has no length. Set `key` to a field of the metadata")
+            return float(sum(len(text) for message in without_answer(record["messages"]) for text in texts_of(message)))
         metadata = record.get("extra_env_info") or {}
         value = metadata.get(key) if isinstance(metadata, Mapping) else None
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
