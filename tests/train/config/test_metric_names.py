@@ -63,6 +63,16 @@ def test_a_metric_that_the_run_cannot_write_is_an_error_with_a_suggestion(regist
     assert says in str(refused.value)
 
 
+def test_metrics_of_a_prompt_sampler_are_those_of_the_chosen_one(registry):
+    band, own = "++data.sampler.name=pass_rate_band", "++data.sampler.name=acme_sampler.LowestFirst"
+    assert warnings(registry, "grpo_addition", RANKED + "data/sampler/in_band_frac", band) == []
+    for name, *sampler in (("in_band_frac",), ("stage", band), ("in_bandfrac", band)):
+        with pytest.raises(InvalidConfigError, match="no component of the run writes such a metric"):
+            load(registry, "grpo_addition", f"{RANKED}data/sampler/{name}", *sampler)
+    [warning] = warnings(registry, "grpo_addition", RANKED + "data/sampler/lowest", own)
+    assert "data/sampler/lowest cannot be checked before the run" in warning
+
+
 def test_without_validation_nothing_is_ranked_by_a_metric_of_validation(registry):
     off = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
     assert not can_be_ranked(load(registry, "grpo_addition", *off).run)

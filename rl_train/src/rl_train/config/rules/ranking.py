@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Final
 
 from rl_core.config.diagnostics import KeyPath, Problem
-from rl_core.plugins.component import Kind, did_you_mean
+from rl_core.plugins.component import Kind, did_you_mean, is_path
 from rl_train.config.rules.components import validates
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, Stage, Use, rule
 from rl_train.config.schema import RunConfig
@@ -21,7 +21,7 @@ _STOP: Final[KeyPath] = ("stop", "metric_name")
 METRICS: Final = {
     "all runs": "loss loss/policy loss/nll loss/preference loss/sft loss/centring grad_norm lr lr/* num_optimizer_steps "
     "tokens/trained tokens/all tokens/skipped tokens_per_s tflops_per_s mfu time/*_s memory/*_gib data/bad_rows "
-    "data/sampler/epochs data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
+    "data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
     "rollouts": "reward/mean reward/std reward/group_std reward/shaped reward/overlong reward/clipped_frac "
     "reward/equal_groups_frac advantage/equal_group_frac advantage/mean advantage/std advantage/clipped_frac "
     "dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
@@ -42,6 +42,11 @@ METRICS: Final = {
     "distillation/topk_mass_student distillation/argmax_agreement",
     "a value model": "loss/value value/explained_variance value/mean value/return_mean value/clipped_frac value/grad_norm "
     "value/lr value/lr/* value/num_optimizer_steps",
+    "a prompt sampler": "data/sampler/epochs",
+    "the sampler pass_rate_band": "data/sampler/tried_frac data/sampler/below_band_frac data/sampler/in_band_frac "
+    "data/sampler/above_band_frac data/sampler/explored_frac",
+    "the sampler task_mix": "data/sampler/share/* data/sampler/spread/*",
+    "the sampler stages": "data/sampler/stage data/sampler/stage_reward",
 }
 """Names and patterns of the metrics of training, by what a run needs to write them."""
 VALIDATION: Final = {
@@ -145,6 +150,7 @@ def _names(run: RunConfig) -> list[str]:
 
 def _written_with(run: RunConfig) -> dict[str, bool]:
     needs = run.algorithm.runtime_needs
+    sampler = None if run.data.sampler is None else run.data.sampler.name
     return {
         "all runs": True,
         "rollouts": needs.rollouts is not None,
@@ -156,6 +162,8 @@ def _written_with(run: RunConfig) -> dict[str, bool]:
         "labelled answers": run.algorithm.record_kind == "unpaired",
         "a teacher": "teacher" in needs.companions,
         "a value model": "value" in needs.companions,
+        "a prompt sampler": sampler is not None,
+        **{f"the sampler {name}": sampler == name for name in ("pass_rate_band", "task_mix", "stages")},
     }
 
 
@@ -165,9 +173,10 @@ def _has_accuracy(run: RunConfig) -> bool:
 
 
 def _open_names(config: CheckedConfig, name: str) -> list[str]:
-    """Patterns of the metrics that user code may name: rewards, environments, and algorithms and losses of plugins."""
+    """Patterns of the metrics that user code may name: rewards, environments, samplers, and algorithms and losses of plugins."""
     run, layout = config.run, config.layout
     patterns = ["reward/?*", *(f"env/{task}/?*" for task in run.env)] if run.algorithm.runtime_needs.rollouts else []
+    patterns += ["data/sampler/?*"] if run.data.sampler is not None and is_path(run.data.sampler.name) else []
     sections = [] if layout is None else list(layout.sections.values())
     foreign = {one.kind for one in sections if one.component is None or not one.component.target.startswith("rl_")}
     if config.use is Use.PYTHON or foreign & {Kind.ALGORITHM, Kind.LOSS}:
