@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from rl_backends_base.microbatches import MicrobatchRows, outside_sets, padded_input
 from rl_backends_base.token_choice import SamplingParameters, next_tokens
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import MOST_SET_IDS, SETS, SampledSets, joined_sets, kept_tokens, select_sets
+from rl_core.data.generation_io import (
+    MOST_SET_IDS,
+    SETS,
+    Completion,
+    SampledSets,
+    joined_sets,
+    kept_tokens,
+    select_sets,
+    to_output,
+)
 from rl_core.errors import DataError
 
 PARAMETERS = st.builds(
@@ -93,6 +102,14 @@ def test_sets_follow_their_rows_through_shards_orders_and_processes(rows, seed, 
     assert torch.equal(members(whole, 70), expected)
     chosen = torch.tensor(sorted(data.draw(st.sets(st.integers(0, sum(rows) + 4)))), dtype=torch.int64)
     assert torch.equal(members(select_sets(whole, chosen), 70), expected[chosen])
+
+
+def test_replicas_return_the_same_columns_if_only_rows_of_one_requested_sets():
+    row = {"prompt": [1], "tokens": [2], "logprobs": [-0.5], "truncated": False, "weight_version": 0}
+    [sets] = random_sets([2], 9, torch.Generator().manual_seed(3))
+    requested, other = (to_output([Completion(**row, sampled_sets=own)], has_options=True) for own in (sets, None))
+    assert BatchedDataDict.from_batches([requested, other])[SETS] == [sets, None]
+    assert SETS not in to_output([Completion(**row)])
 
 
 def test_only_trained_tokens_of_a_microbatch_get_their_sets():

@@ -89,7 +89,7 @@ class MicrobatchSplitter:
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
         prompt_ids = microbatch["prompt_id"].to("cpu", torch.int64) if "prompt_id" in microbatch else None
         images = microbatch["images"] if "images" in microbatch and any(microbatch["images"]) else None
-        sets = microbatch.get(SETS)
+        sets = microbatch[SETS] if any(each is not None for each in microbatch.get(SETS, ())) else None
         return MicrobatchRows(input_ids=ids, lengths=lengths, mask=mask, prompt_ids=prompt_ids, images=images, sets=sets)
 
 

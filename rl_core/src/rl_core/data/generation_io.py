@@ -254,8 +254,8 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
 
     Args:
         completions: the rows.
-        has_options: whether the call has the column `sampling`; its output then has `top_logprobs` even if no row requested
-            them, so that all parts of a call have the same columns.
+        has_options: whether the call has the column `sampling`; its output then has `top_logprobs` and `sampled_sets` even if
+            no row requested them, so that all parts of a call have the same columns.
     """
     has_alternatives = has_options or any(row.top_logprobs is not None for row in completions)
     alternatives = [None if row.top_logprobs is None else [list(top) for top in row.top_logprobs] for row in completions]
@@ -277,7 +277,7 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
             "weight_version": torch.tensor([row.weight_version for row in completions], dtype=torch.int64),
             "token_versions": versions,
             **({"top_logprobs": alternatives} if has_alternatives else {}),
-            **({SETS: sets} if any(each is not None for each in sets) else {}),
+            **({SETS: sets} if has_options or any(each is not None for each in sets) else {}),
         }
     )
 
