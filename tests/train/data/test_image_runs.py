@@ -159,6 +159,17 @@ def test_a_starter_config_recognizes_rows_with_images(tmp_path):
     assert "images" not in recognize([{"question": "b", "answer": "c", "image": None}], "rows.json").name
 
 
+@pytest.mark.parametrize("field", ["path", "url", "image_url"])
+def test_a_starter_config_changes_the_paths_of_images_and_no_other_texts(tmp_path, field):
+    Image.linear_gradient("L").save(tmp_path / "a.png")
+    part = {"type": "image_url", field: {"url": "a.png"}} if field == "image_url" else {"type": "image", field: "a.png"}
+    row = {"messages": [{"role": "user", "content": [part]}], "path": "a.png", "url": "a.png"}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    [read] = read_data_file(tmp_path / "rows.json").rows
+    assert (read["path"], read["url"]) == ("a.png", "a.png")
+    assert json.dumps(str(tmp_path / "a.png")) in json.dumps(read["messages"])
+
+
 def test_the_template_and_the_settings_of_the_processor_are_used_and_carried_over(tmp_path):
     model, exported = tmp_path / "model", tmp_path / "exported"
     write_processor(model, "qwen2_5_vl")

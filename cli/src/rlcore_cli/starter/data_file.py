@@ -422,7 +422,9 @@ def _has_images(row: Row) -> bool:
 def _with_absolute_images(value: Any, folder: Path, *, is_image: bool = False) -> Any:
     """A row whose images have absolute paths, because the converted rows are in another folder."""
     if isinstance(value, Mapping):
-        return {key: _with_absolute_images(each, folder, is_image=key in (*IMAGE_FIELDS, "path")) for key, each in value.items()}
+        is_part = is_image or value.get("type") in ("image", "image_url")
+        names = (*IMAGE_FIELDS, "path", "url", "image_url") if is_part else IMAGE_FIELDS
+        return {key: _with_absolute_images(each, folder, is_image=key in names) for key, each in value.items()}
     if isinstance(value, list):
         return [_with_absolute_images(each, folder, is_image=is_image) for each in value]
     is_file = is_image and isinstance(value, str) and len(value) < _LONGEST_PATH and (folder / value).is_file()
