@@ -14,12 +14,10 @@ from enum import StrEnum
 from typing import Any
 
 from rl_core.errors import ComponentImportError, InvalidComponentError, WrongKindError
-from rl_core.plugins.requirements import RequirementCheck as RequirementCheck
-from rl_core.plugins.requirements import check_one_of as check_one_of
-from rl_core.plugins.requirements import check_requirements as check_requirements
-from rl_core.plugins.requirements import unmet_needs as unmet_needs
-from rl_core.plugins.requirements import version_of as version_of
+from rl_core.first_use import import_on_first_use
+from rl_core.old_paths import NEW_NAMES
 
+__getattr__ = import_on_first_use(__name__, {}, moved=NEW_NAMES[__name__])
 _SHORT_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
