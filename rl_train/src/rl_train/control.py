@@ -23,6 +23,7 @@ from rl_core.plugins import Control, hookimpl, hookspecs
 from rl_core.plugins.component import Plugin, describe, did_you_mean
 from rl_core.plugins.import_path import resolve
 from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
+from rl_train.config.rules.ranking import may_write
 from rl_train.config.schema import RunConfig, StopConfig
 from rl_train.errors import PluginHookError, reporting_errors
 
@@ -314,8 +315,8 @@ def _agreed(controls: Sequence[tuple[str, Control]], name: str, step: int) -> li
 class EarlyStopping:
     """Stops a run when a metric has not improved for some values: the section `stop`, whose keys are the arguments."""
 
-    def __init__(self, **settings: Any) -> None:
-        self._config = StopConfig(**settings)
+    def __init__(self, *, metric_name: str, **settings: Any) -> None:
+        self._config, self._metric = StopConfig(metric_name=metric_name, **settings), metric_name
         self._best: float | None = None
         self._best_step = self._without_improvement = 0
         self._is_written = False
@@ -327,7 +328,7 @@ class EarlyStopping:
         Raises:
             ConfigError: the run does not write the metric.
         """
-        config, name = self._config, str(self._config.metric_name)
+        config, name = self._config, self._metric
         if name not in metrics:
             self._refuse_unknown(name, run, step, metrics)
             return None
@@ -345,23 +346,29 @@ class EarlyStopping:
         return Control(stop=f"{name} did not improve{more} in {config.patience} successive values; {best}")
 
     def _refuse_unknown(self, name: str, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """Refuse a metric that was never written, after a step that trained, or validated on the metric's data."""
+        """Refuse a metric that only user code could write, after a step that trained, or validated on the metric's data."""
         area, is_expected = name.rpartition("/")[0], "loss" in metrics
         if name.startswith("validation/"):
             written = {one.rpartition("/")[0] for one in metrics if one.startswith("validation/")}
             areas = {f"validation/{each.name}".rstrip("/") for each in run.validation_sets}
             is_expected = area in written or bool(written and area not in areas)
-        if is_expected and not self._is_written:
+        if is_expected and not self._is_written and not may_write(run.config, name):
             hint = did_you_mean(name, metrics)
             raise ConfigError(f"step {step} has no metric {name!r}.{hint} docs/metrics.md lists all.", key="stop.metric_name")
+
+    @hookimpl
+    def rlcore_run_finished(self, error: BaseException | None) -> None:
+        """Warn if the run has never written the metric."""
+        if error is None and not self._is_written:
+            _log.warning("early stopping had no effect: the run has not written the metric %s", self._metric)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and the number of values since then."""
         state = {"best": self._best, "best_step": self._best_step, "without_improvement": self._without_improvement}
-        return {**state, "metric": [self._config.metric_name, self._config.mode]}
+        return {**state, "metric": [self._metric, self._config.mode]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`, unless it is of another metric."""
-        if state["metric"] == [self._config.metric_name, self._config.mode]:
+        if state["metric"] == [self._metric, self._config.mode]:
             self._best, self._best_step = state["best"], state["best_step"]
             self._without_improvement, self._is_written = state["without_improvement"], state["best"] is not None

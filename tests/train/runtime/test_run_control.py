@@ -383,7 +383,8 @@ def test_a_metric_that_only_a_run_can_know_is_refused_after_its_first_step(train
 
 
 def test_early_stopping_refuses_an_unknown_validation_metric_only_after_a_validation_on_its_data():
-    run = SimpleNamespace(validation_sets=[SimpleNamespace(name=""), SimpleNamespace(name="hard")])
+    config = load_config(ROOT / "examples" / "grpo_addition.yaml").run
+    run = SimpleNamespace(config=config, validation_sets=[SimpleNamespace(name=""), SimpleNamespace(name="hard")])
     stopping = EarlyStopping(metric_name="validation/hard/acuracy", mode="max")
     assert stopping.rlcore_step_finished(run, 1, {"loss": 0.0, "validation/accuracy": 0.5}) is None
     with pytest.raises(ConfigError, match="Did you mean 'validation/hard/accuracy'"):
@@ -392,6 +393,20 @@ def test_early_stopping_refuses_an_unknown_validation_metric_only_after_a_valida
         EarlyStopping(metric_name="validation/easy/accuracy", mode="max").rlcore_step_finished(
             run, 1, {"validation/accuracy": 0.5}
         )
+
+
+def test_a_metric_that_only_some_steps_have_is_awaited_and_its_absence_is_a_warning(caplog):
+    # kto/margin is absent in a step whose answers all have the same label.
+    run = SimpleNamespace(config=load_config(ROOT / "examples" / "kto_addition.yaml").run)
+    stopping = EarlyStopping(metric_name="kto/margin", mode="max", patience=1)
+    assert stopping.rlcore_step_finished(run, 1, {"loss": 0.0}) is None
+    stopping.rlcore_run_finished(None)
+    assert "early stopping had no effect: the run has not written the metric kto/margin" in caplog.text
+    caplog.clear()
+    stopping.rlcore_step_finished(run, 2, {"loss": 0.0, "kto/margin": 0.5})
+    assert stopping.rlcore_step_finished(run, 3, {"loss": 0.0, "kto/margin": 0.5}) is not None
+    stopping.rlcore_run_finished(None)
+    assert caplog.text == ""
 
 
 @given(

@@ -96,7 +96,7 @@ def checkpoints_have_the_metric_that_ranks_them(config: CheckedConfig) -> Iterat
     name, run = _metric(config), config.run
     if name is None:
         return
-    if not _is_among(name, _names(run)):
+    if not may_write(run, name):
         hint = did_you_mean(name, [metric for metric in _names(run) if "*" not in metric])
         yield Problem(
             _KEY,
@@ -131,6 +131,11 @@ def _validation_period(run: RunConfig, name: str) -> int:
 def _metric(config: CheckedConfig) -> str | None:
     section = config.run.checkpointing
     return section.metric_name if section.enabled else None
+
+
+def may_write(run: RunConfig, name: str) -> bool:
+    """Whether the config alone shows that a run can write a metric, at least in some steps."""
+    return _is_among(name, _names(run))
 
 
 def _is_among(name: str, patterns: list[str]) -> bool:
@@ -173,7 +178,7 @@ def _has_accuracy(run: RunConfig) -> bool:
 
 
 def _open_names(config: CheckedConfig, name: str) -> list[str]:
-    """Patterns of the metrics that user code may name: rewards, environments, samplers, and algorithms and losses of plugins."""
+    """Patterns of metrics that user code may name: rewards, environments, samplers, and algorithms and losses of plugins."""
     run, layout = config.run, config.layout
     patterns = ["reward/?*", *(f"env/{task}/?*" for task in run.env)] if run.algorithm.runtime_needs.rollouts else []
     patterns += ["data/sampler/?*"] if run.data.sampler is not None and is_path(run.data.sampler.name) else []
