@@ -130,7 +130,12 @@ _COLUMNS = ("prompt", "completion", "reward", "advantage")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], step: int, limit: int) -> list[list[Any]]:
-    return [[step, *(row[name] for name in _COLUMNS)] for row in rows[:limit]]
+    return [[step, *(_encodable(row[name]) for name in _COLUMNS)] for row in rows[:limit]]
+
+
+def _encodable(value: Any) -> Any:
+    """The value; a text with escapes for unpaired surrogates, which UTF-8 cannot encode."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 class WandbLogger(Logger):
