@@ -45,7 +45,8 @@ def test_a_default_names_the_model_or_component_that_has_it(files, good):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.name for path in EXAMPLES])
-def test_the_resolved_config_loads_as_the_same_run(files, example):
+def test_the_resolved_config_loads_as_the_same_run(files, example, monkeypatch):
+    monkeypatch.syspath_prepend(example.parent)  # examples may name code next to them
     loaded = load_config(
         example, ["++policy.hf_cfg.config_overrides={rate: 0.1, note: '\\${kept}', cap: .inf}"], registry=files.registry
     )
