@@ -50,7 +50,8 @@ def test_every_metric_that_the_core_names_is_in_the_table():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    named = sorted(text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_]+", text))
+    of_validation = {"kto/accuracy"}  # written as validation/accuracy only
+    named = sorted(text for text in texts - of_validation if re.fullmatch(r"[a-z_]+/[a-z_]+", text))
     assert {"reward/mean", "ratio/clipped_frac", "refit/bytes"} <= set(named)
     assert [name for name in named if not any(pattern.fullmatch(name) for pattern in documented())] == []
 

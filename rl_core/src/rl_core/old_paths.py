@@ -53,9 +53,7 @@ NEW_NAMES: Final = {
         "OptimizerSettings PolicyWorkerBase build_scheduler call_named first_non_finite_loss non_finite_step_error "
         "read_metadata read_state_file read_trainer_file reason_of reduce_metrics scored_tokens write_error"
     },
-    "rl_core.plugins.component": {
-        "rl_core.plugins.requirements": "RequirementCheck check_one_of check_requirements unmet_needs version_of"
-    },
+    "rl_core.plugins.component": {"rl_core.plugins.requirements": "check_one_of check_requirements unmet_needs version_of"},
     "rl_core.interfaces": {"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"},
 }
 """Module to new module to the names that have moved there, separated by spaces."""

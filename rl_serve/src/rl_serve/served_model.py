@@ -218,6 +218,8 @@ def _of_run(
     make_weights(builder, policy, generation, tokenizer).sync()
     component = registry.find("generation", section.backend)
     model, prompts = run.policy.model_name, run.data.training_prompts()
+    kwargs = images.processor_kwargs or run.data.images.processor_kwargs
+    images = images.model_copy(update={"processor_kwargs": kwargs})
     return _served(label, generation, section, tokenizer, component, model, images, tasks=run.env, prompts=prompts)
 
 

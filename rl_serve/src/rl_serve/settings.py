@@ -96,7 +96,7 @@ class ChatSettings(Section):
 
 
 class ServedImages(ImagesConfig):
-    """`images`: limits of the images in requests."""
+    """`images`: limits of the images in requests. A run is served with its own `processor_kwargs` if none are given."""
 
     section: ClassVar[str] = "images"
 

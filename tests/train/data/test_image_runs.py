@@ -1,6 +1,7 @@
 """Runs whose data has images: which models, backends and processors they need, and when this is checked."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.preparation import Preparation
 from rl_train.checkpoints.published_files import carry_over_tokenizer
+from rl_train.config.data_sections import ImagesConfig
 from rl_train.config.loader import load_config
+from rl_train.data.image_sources import ImageSource
+from rl_train.data.images import ImageReader, image_settings
 from rl_train.data.processors import load_policy_tokenizer
 from rl_train.workbench.dataset_view import view_datasets
 from rlcore_cli.starter.data_file import read_data_file, recognize
@@ -181,3 +185,38 @@ def test_the_template_and_the_settings_of_the_processor_are_used_and_carried_ove
     carry_over_tokenizer(tokenizer, exported)
     for name in ("preprocessor_config.json", "processor_config.json", "chat_template.json", "tokenizer.json"):
         assert (exported / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_settings_of_the_image_processor_are_those_of_the_config_also_in_checkpoints(tmp_path):
+    model, exported = tmp_path / "model", tmp_path / "exported"
+    write_processor(model, "qwen2_5_vl")
+    exported.mkdir()
+    tokenizer = load_policy_tokenizer(PolicyConfig(backend="hf", model_name=str(model), max_total_sequence_length=9))
+    picture = [ImageSource(Image.new("RGB", (64, 64)))]
+    counts = {}
+    for name, kwargs in (("published", {}), ("smaller", {"max_pixels": 16 * 16})):
+        tokenizer.image_reader = ImageReader(str(model), ImagesConfig(processor_kwargs=kwargs))
+        [counts[name]] = [image.num_placeholders for image in tokenizer.image_reader.read(picture, tokenizer)]
+    assert counts == {"published": 64, "smaller": 4}
+    carry_over_tokenizer(tokenizer, exported)
+    (exported / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert image_settings(str(exported), tokenizer) != image_settings(str(model), tokenizer)
+    tokenizer.image_reader = ImageReader(str(exported), ImagesConfig())
+    assert tokenizer.image_reader.read(picture, tokenizer)[0].num_placeholders == 4
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"max_pixel": 256}, "has no setting 'max_pixel'. Did you mean 'max_pixels'?"),
+        ({"return_tensors": "np"}, "has no setting 'return_tensors'"),
+        ({"max_pixels": "many"}, "cannot use {'max_pixels': 'many'}"),
+    ],
+)
+def test_a_setting_that_the_image_processor_does_not_have_is_an_error_with_its_key(kwargs, says, tmp_path):
+    write_processor(tmp_path, "qwen2_5_vl")
+    tokenizer = load_policy_tokenizer(PolicyConfig(backend="hf", model_name=str(tmp_path), max_total_sequence_length=9))
+    reader = ImageReader(str(tmp_path), ImagesConfig(processor_kwargs=kwargs))
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        reader.read([ImageSource(Image.new("RGB", (64, 64)))], tokenizer)
+    assert refused.value.key == "data.images.processor_kwargs"

@@ -16,6 +16,7 @@ from typing import Any
 from rl_core.errors import ComponentImportError, InvalidComponentError, WrongKindError
 from rl_core.first_use import import_on_first_use
 from rl_core.old_paths import NEW_NAMES
+from rl_core.plugins.requirements import RequirementCheck
 
 __getattr__ = import_on_first_use(__name__, {}, moved=NEW_NAMES[__name__])
 _SHORT_NAME = re.compile(r"[a-z][a-z0-9_-]*")

@@ -68,7 +68,7 @@ def _as_read(content: Mapping[str, Any]) -> dict[str, Any]:
 def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer of `load_policy_tokenizer` as it was published, but with the chat template of the config.
 
-    The settings of the model's processor, which reads images, are carried over as well.
+    The settings of the model's processor, which reads images, are carried over as well, with those of the config.
 
     Files of another tokenizer in the folder are removed. Transformers writes a tokenizer of a GGUF file or of user code.
     """
@@ -84,10 +84,23 @@ def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
     for file, content in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_bytes(content)
+    if (reader := vars(tokenizer).get("image_reader")) is not None and reader.config.processor_kwargs:
+        _change_image_processor(folder, reader.config.processor_kwargs)
     if not is_own_template:
         settings = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
         tokenizer.save_chat_templates(folder, settings, None, True)  # also removes the template from the settings
         (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _change_image_processor(folder: Path, kwargs: Mapping[str, Any]) -> None:
+    """Replace settings in the file that Transformers reads: processor_config.json if it has those of the image processor."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        settings: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+        of_images = settings.get("image_processor") if name == "processor_config.json" else settings
+        if of_images:
+            of_images.update(kwargs)
+            (folder / name).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            return
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:

@@ -53,6 +53,9 @@ class ImagesConfig(Section):
     cache_mib: int = Field(default=1024, ge=0)
     """Memory for images that are kept after they were resized, in MiB, so that a row that is drawn again soon is not read
     again."""
+    processor_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the model's image processor that replace those of its preprocessor_config.json, such as `max_pixels` of
+    Qwen2.5-VL. Checkpoints have them too."""
 
 
 _OF_SAMPLER = {

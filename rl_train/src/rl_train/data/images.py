@@ -22,6 +22,7 @@ from rl_core.data.hub import pretrained_location, published_file, read_model_con
 from rl_core.data.images import ImageInputs, RowImage
 from rl_core.data.tokenizer import encode
 from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.plugins.component import did_you_mean
 from rl_train.config.data_sections import ImagesConfig
 from rl_train.data.conversations import read_content
 from rl_train.data.image_sources import ImageSource, image_parts, source_of
@@ -34,6 +35,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _SEED, _SIDE = 20_260_601, 32
 """Seed and side in pixels of random pictures."""
 _INSTALL = "pip install 'rl-train[images]'"
+_OF_CALLS = {"return_tensors", "device", "data_format", "input_data_format", "disable_grouping"}
+"""Arguments of calls of an image processor that are not settings."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,8 +173,11 @@ class ImageReader:
                     f"Rows have images, but the tokenizer of {self.model} has no chat template to place them. Set "
                     "policy.tokenizer.chat_template."
                 )
-            self._processor = load_processor(self.model, tokenizer)
-            self._placeholder_id = placeholder
+            processor = load_processor(self.model, tokenizer)
+        if self.config.processor_kwargs:
+            with with_key(f"{self.config.section}.processor_kwargs"):
+                _apply(self.config.processor_kwargs, processor, self.model)
+        self._processor, self._placeholder_id = processor, placeholder
 
     def _refuse_joined_images(self) -> None:
         """Refuse several images in a row if the processor treats a picture differently next to others."""
@@ -235,6 +241,26 @@ def load_processor(model: str, tokenizer: Any) -> Any:
         what = what if getattr(images, "backend", "pil") != "pil" else "its processor adds tokens that the tokenizer lacks"
         raise ConfigError(f"Rows have images, but the image processor of {model} cannot be used: {what}.")
     return made
+
+
+def _apply(kwargs: Mapping[str, Any], processor: Any, model: str) -> None:
+    """Replace settings of the image processor of a processor.
+
+    Raises:
+        ConfigError: It has no such setting, or cannot use its value.
+    """
+    from PIL import Image
+
+    kind, (location, options) = type(processor.image_processor), pretrained_location(model)
+    known = sorted(kind.valid_kwargs.__annotations__.keys() - _OF_CALLS)
+    for name in kwargs.keys() - known:
+        raise ConfigError(f"{kind.__name__} of {model} has no setting {name!r}.{did_you_mean(name, known)} It has {known}.")
+    try:
+        processor.image_processor = kind.from_pretrained(location, **options, **kwargs)
+        _result(processor, [Image.new("RGB", (_SIDE, _SIDE))])
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ConfigError(f"{kind.__name__} of {model} cannot use {dict(kwargs)}: {reason}.") from error
 
 
 def _processor_class(model: str) -> Any:

@@ -77,7 +77,7 @@ class RowReader(ABC, Generic[ConfigT, RecordT]):
         return with_nested_fields(row, self._nested) if self._nested else row
 
     def made(self, row: dict[str, Any]) -> Any:
-        """What the function of the config, which must have one, returns for a row, without images if the config leaves them out.
+        """What the function of the config, which must have one, returns for a row, without images if `images_key` is null.
 
         Raises:
             ConfigError: It raised.
