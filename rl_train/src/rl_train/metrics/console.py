@@ -23,6 +23,8 @@ _log = logging.getLogger("rlcore")
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
     ("loss", "loss", ".4f"),
+    ("preference/margin", "margin", ".3f"),
+    ("kto/margin", "margin", ".3f"),
     ("validation/accuracy", "accuracy", ".3f"),
     ("validation/loss", "val loss", ".4f"),
     ("length/mean", "length", ".1f"),
