@@ -29,6 +29,7 @@ from rl_train.rollouts.advantages import AdvantageEstimator
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluation import Evaluation, ValidationSet
 from rl_train.rollouts.source import RolloutSource
+from rl_train.rollouts.teacher_rows import TeacherPrompts
 from rl_train.rollouts.trajectory import Trajectory, join_segments
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.synchronizer import NoEngine, WeightSynchronizer
@@ -57,7 +58,9 @@ class Run:
     value: ValueInterface | None = None
     """The critic, trained together with the policy."""
     teacher: ColocatablePolicyInterface | None = None
-    """Teacher model. Frozen; offloaded to CPU memory when idle."""
+    """Teacher model. Frozen and offloaded to CPU memory when idle, or the policy itself."""
+    teacher_prompts: TeacherPrompts | None = None
+    """Writes the prompts of the teacher; None if it reads those of the policy."""
     generation: GenerationInterface | None = None
     """The engine that samples."""
     weights: WeightSynchronizer | NoEngine | None = None

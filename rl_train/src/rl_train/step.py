@@ -26,6 +26,7 @@ from rl_core.testing.outputs.models import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.schedule import stale_mask
 from rl_train.rollouts.source import Selection
+from rl_train.rollouts.teacher_rows import rows_of_teacher
 from rl_train.rollouts.trajectory import join_segments, optimizer_batches, rollout_means, split_segments
 from rl_train.run import Run
 from rl_train.validate import validate as validate
@@ -68,10 +69,13 @@ def score(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
 
     Only what is read: not `prev_logprobs` if the step trains the weights that it scores (`LossFunction.on_policy`), and not
     `reference_policy_logprobs` without a penalty. `also` are further columns that the algorithm reads. `stale_mask` marks the
-    tokens that older weights sampled.
+    tokens that older weights sampled. Rows that are too long for a teacher with its own prompt are masked.
     """
     with run.timed("score"):
+        kept = batch["sample_mask"].count_nonzero()
         add_logprobs(run, batch, also)
+        if run.teacher_prompts is not None:
+            run.metrics.add({"distillation/too_long_rows": kept - batch["sample_mask"].count_nonzero()})
 
 
 def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
@@ -82,12 +86,15 @@ def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     found: dict[str, torch.Tensor] = {}
     if run.teacher is not None:
         run.free_memory_for(run.teacher)
+        seen = rows_of_teacher(rows, run.teacher_prompts)
         if run.loss_fn.candidates_key is not None:
-            topk = scored(run.teacher.get_topk_logprobs, rows, run.config.loss_fn.num_candidates)
-            found["teacher_topk_token_ids"] = topk["topk_token_ids"]
-            found["teacher_topk_logprobs"] = topk["topk_logprobs"]
+            topk = scored(run.teacher.get_topk_logprobs, seen.rows, run.config.loss_fn.num_candidates)
+            found["teacher_topk_token_ids"] = seen.aligned(topk["topk_token_ids"])
+            found["teacher_topk_logprobs"] = seen.aligned(topk["topk_logprobs"])
         if "teacher_logprobs" in needed:
-            found["teacher_logprobs"] = scored(run.teacher.get_logprobs, rows)["logprobs"]
+            found["teacher_logprobs"] = seen.aligned(scored(run.teacher.get_logprobs, seen.rows)["logprobs"])
+        if seen.sample_mask is not None:
+            found["sample_mask"] = seen.sample_mask
     run.free_memory_for(run.policy)
     if "prev_logprobs" in needed:
         found["prev_logprobs"] = scored(run.policy.get_logprobs, rows)["logprobs"]

@@ -137,6 +137,7 @@ _TABLE = (
     _rows("extra_env_info", "list", "", "data, environments", "dict: the environment's data for the row."),
     _rows("tools", "list", "", "data", "list or None: functions that the chat template shows the model."),
     _rows("prefill", "list", "", "data", "str: the beginning of the answer, with which the prompt ends."),
+    _rows("feedback", "list", "", "rollouts", "str: text of the environment after the last turn; empty without any."),
     _rows("idx", "list", "", "data", "int: index of the row in its dataset."),
     _rows("length", "int64", "tokens", "data", "Number of tokens in the prompt's message log."),
     _rows("loss_multiplier", "float32", "", "data", "0 if the row must not be trained on; becomes `sample_mask`."),

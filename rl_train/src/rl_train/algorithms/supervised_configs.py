@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.diagnostics import KeyPath
+from rl_core.plugins.import_path import missing_target
 from rl_train.algorithms.losses.config import DistillationLossConfig, NLLLossConfig, PolicyGradientLossConfig
 from rl_train.algorithms.losses.preference_configs import KTOLossConfig, PreferenceLossConfig
 from rl_train.algorithms.policy_configs import RolloutAlgorithmConfig
-from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds
+from rl_train.config.algorithm import RecordNeeds, RolloutNeeds, RuntimeNeeds, TeacherPrompt
 from rl_train.config.rules.components import validates
 from rl_train.config.schema import AlgorithmConfig, RunConfig, TrainingPlan
+from rl_train.prompts.prompt_files import placeholders
 
 
 class SFTConfig(AlgorithmConfig):
@@ -136,6 +138,37 @@ class DistillationConfig(RolloutAlgorithmConfig):
     student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """GKD's lambda: probability that the rows of a step are sampled from the student. Otherwise they are answers from the
     training data."""
+    teacher_weights: Literal["frozen", "current"] = "frozen"
+    """`frozen`: the teacher is the model of the section `teacher`, such as another model, or the policy's with its initial
+    weights. `current`: the teacher is the policy itself with the weights before each step, without a section `teacher` and
+    without memory for a second model; it needs its own prompt."""
+    teacher_prompt: str | None = None
+    """Text that the teacher reads instead of the first user message. `{question}` is replaced by that message, `{name}` by a
+    field of the row's metadata, such as `{expected_answer}`, `{completion}` by the student's answer, and `{feedback}` by what
+    the environment wrote after it. By default, the teacher reads the student's prompt."""
+    teacher_prompt_fn: str | None = None
+    """Import path of a function that replaces `teacher_prompt`: it is called with a row and returns the text, or all messages
+    of the teacher's prompt."""
+
+    @field_validator("teacher_prompt")
+    @classmethod
+    def _names_its_fields(cls, text: str | None) -> str | None:
+        if text is not None and "" in placeholders(text):
+            raise ValueError("{} cannot be filled: write the name of a field, such as {question}")
+        return text
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if self.teacher_prompt is not None and self.teacher_prompt_fn is not None:
+            raise ValueError("teacher_prompt and teacher_prompt_fn are both set: keep one of them")
+        return self
+
+    @property
+    def _prompt(self) -> TeacherPrompt | None:
+        for key in ("teacher_prompt", "teacher_prompt_fn"):
+            if getattr(self, key) is not None:
+                return TeacherPrompt(key=key, template=self.teacher_prompt, function=self.teacher_prompt_fn)
+        return None
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
@@ -145,11 +178,13 @@ class DistillationConfig(RolloutAlgorithmConfig):
                 samples_per_prompt=self.num_generations_per_prompt,
                 sampled_fraction=self.student_data_fraction,
                 rewarded=False,
-                accepts_segments=True,
+                accepts_segments=self._prompt is None,
                 accepts_stale=True,
             ),
             max_turns=self.max_rollout_turns,
-            companions=("teacher",),
+            companions=() if self.teacher_weights == "current" else ("teacher",),
+            teaches_itself=self.teacher_weights == "current",
+            teacher_prompt=self._prompt,
         )
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -165,6 +200,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
                 "if student_data_fraction is below 1, only some steps draw prompts, so an epoch is not a fixed number of "
                 "steps. Set only max_num_steps.",
             )
+        yield from self._teacher_conflicts(run)
         if generation is None or not isinstance(loss, DistillationLossConfig):
             return
         if self.student_data_fraction < 1.0 and loss.topk is None:
@@ -180,3 +216,20 @@ class DistillationConfig(RolloutAlgorithmConfig):
                 "from the student's distribution. Set val_temperature to the training temperature "
                 f"({generation.temperature:g}), or set loss_fn.topk.",
             )
+
+    def _teacher_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+        prompt = self._prompt
+        if prompt is None and self.teacher_weights == "current":
+            yield (
+                (run.algorithm_name, "teacher_weights"),
+                "with the student's weights and prompt, the teacher is the student, and nothing is learned. Set teacher_prompt "
+                "(or teacher_prompt_fn), or use a section `teacher`.",
+            )
+        if prompt is not None and self.student_data_fraction < 1.0:
+            yield (
+                (run.algorithm_name, prompt.key),
+                "the teacher's prompt is written for sampled answers. Set student_data_fraction to 1, or remove this key.",
+            )
+        name = self.teacher_prompt_fn
+        if name is not None and (problem := missing_target(name)) is not None:
+            yield (run.algorithm_name, "teacher_prompt_fn"), f"{name} cannot be imported: {problem}"

@@ -152,6 +152,8 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
     teacher = ["get_logprobs"] if "teacher_logprobs" in needed else []
     if loss_fn is not None and loss_fn.candidates_key is not None:
         teacher.append("get_topk_logprobs")
+    if run.algorithm.runtime_needs.teaches_itself:
+        policy += teacher
     base = ColocatablePolicyInterface if samples else PolicyInterface
     scalar = run.policy.head == "scalar"
     contracts = {

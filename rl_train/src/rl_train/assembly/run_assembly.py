@@ -58,6 +58,7 @@ from rl_train.rollouts.evaluation import Evaluation, ValidationSet
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.scheduled_source import ScheduledSource
 from rl_train.rollouts.source import MixedRolloutSource, ReplaySource, RolloutSource, SampledSteps
+from rl_train.rollouts.teacher_rows import TeacherPrompts
 from rl_train.rollouts.trajectory import sample_seed
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
@@ -158,13 +159,15 @@ def assemble_run(
         replay: as `build_run`.
     """
     config, loaders = builder.run, prepared.loaders
+    needs = config.algorithm.runtime_needs
     companions = tuple(workers.companions.values())
     run = Run(
         config=config,
         folder=folder,
         policy=workers.policy,
         value=workers.companions.get("value"),
-        teacher=workers.companions.get("teacher"),
+        teacher=workers.policy if needs.teaches_itself else workers.companions.get("teacher"),
+        teacher_prompts=TeacherPrompts.of_run(config, prepared.tokenizer),
         generation=workers.generation,
         loss_fn=loss_fn,
         loggers=make_loggers(config.logger.loggers, builder.registry, folder, builder.exits),
@@ -250,6 +253,12 @@ def _rollout_source(run: Run, collector: Collector | None, loaders: DataLoaders,
                 "--replay: recorded rollouts do not have the tokens that top_p, top_k and min_p kept, which training needs. "
                 "Replay a run without these keys.",
                 key="policy.generation",
+            )
+        if config.algorithm.runtime_needs.teacher_prompt is not None:
+            raise UserError(
+                "--replay: recorded rollouts do not have the messages and metadata that the teacher's prompt is written from. "
+                "Replay a run whose teacher reads the student's prompt.",
+                key=config.algorithm_name,
             )
         reward_weights = {task: section.reward_weights for task, section in config.env.items()}
         sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=reward_weights)

@@ -85,6 +85,18 @@ class RecordNeeds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherPrompt:
+    """A prompt that the teacher reads instead of the policy's; one of `template` and `function` is set."""
+
+    key: str
+    """Config key, for errors."""
+    template: str | None = None
+    """Text that replaces the first user message; its fields are those of `rl_train.rollouts.teacher_rows`."""
+    function: str | None = None
+    """Import path of a function of a row that returns this text, or all messages of the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeNeeds:
     """Everything that an algorithm needs from the runtime.
 
@@ -103,6 +115,10 @@ class RuntimeNeeds:
     """Number of rollouts per validation prompt; at least 1."""
     companions: tuple[Companion, ...] = ()
     """Models in addition to the policy. The config must have their sections."""
+    teaches_itself: bool = False
+    """Whether the teacher is the policy, with the weights before the step, instead of a companion."""
+    teacher_prompt: TeacherPrompt | None = None
+    """The prompt of the teacher; None for that of the policy."""
     extra_scored_rows: int = 0
     """Number of rows that a step scores under the policy and the reference policy, and does not train."""
 
@@ -118,6 +134,11 @@ class RuntimeNeeds:
     def samples(self) -> bool:
         """Whether the run needs an engine, environments and, for validation, prompts."""
         return self.rollouts is not None or self.samples_in_validation
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher scores the rows of a step."""
+        return self.teaches_itself or "teacher" in self.companions
 
     @property
     def training_data(self) -> bool:

@@ -266,7 +266,8 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
         run.time_limit.started = since
     if run.first_step:
         run.warnings.replay(row for row in iter_jsonl(run.folder / METRICS) if row["step"] <= run.first_step)
-    components = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
+    teacher = None if run.teacher is run.policy else run.teacher
+    components = {"policy": run.policy, "value": run.value, "teacher": teacher, "generation": run.generation}
     status.set_workers(components, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:

@@ -141,6 +141,7 @@ class EnvironmentDriver(RolloutDriver):
             rollout.metadata = result.metadata
         rollout.done = result.terminated or rollout.truncated or rollout.turns >= self._max_turns[rollout.task_name]
         if rollout.done or self._history is None:
+            rollout.feedback = _text_of_last(result.observation)
             return
         observation, images = observed_images(result.observation, self._tokenizer)
         prompt = self._history.next_prompt(rollout, observation, images)
@@ -151,6 +152,13 @@ class EnvironmentDriver(RolloutDriver):
             rollout.add_observation(observation, prompt.token_ids, prompt.images)
         else:
             rollout.start_segment(observation, prompt.token_ids, prompt.images)
+
+
+def _text_of_last(observation: Any) -> str:
+    """The texts of the messages with which an environment ends a rollout, which are not checked; empty without any."""
+    messages = observation if isinstance(observation, list | tuple) else [observation]
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return "\n".join(content for content in contents if isinstance(content, str))
 
 
 def observed_images(observation: Observation, tokenizer: Any) -> tuple[list[Message | PartsMessage], Sequence[RowImage]]:

@@ -35,6 +35,9 @@ MessageLog = list[dict[str, Any]]
 _OF_TOKENS = ("generation_logprobs", "weight_version", "token_versions", "turn", SETS, "images")
 """Keys of a message that it only has in the segment in which its tokens are."""
 
+_SAME = ("reward_parts", "task_name", "tools", "prefill", "feedback")
+_COLUMNS = {"idx": "index", "extra_env_info": "metadata", **dict(zip(_SAME, _SAME, strict=True))}
+"""Columns of a batch that are attributes of rollouts."""
 _COUNTERS = ("retries", "restarts", "environment_wait_s", "environment_step_s")
 """Fields that a rollout keeps if it begins again."""
 
@@ -95,6 +98,8 @@ class Trajectory:
     """Number of sampled turns."""
     answer: str | None = None
     """The answer that the environment extracted."""
+    feedback: str = ""
+    """What the environment wrote after the last turn; empty if it wrote nothing."""
     tools: list[dict[str, Any]] | None = None
     """The tools offered to the model."""
     prefill: str = ""
@@ -253,12 +258,9 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "input_ids": padded("input_ids", log_token_ids(messages)),
             "input_lengths": torch.tensor(lengths, dtype=torch.int64),
             "token_mask": padded("token_mask", repeated([is_sampled(message) for message in messages], torch.float32)),
-            "generation_logprobs": padded(
-                "generation_logprobs", joined("generation_logprobs", torch.zeros(sum(counts), dtype=torch.float32))
-            ),
+            "generation_logprobs": padded("generation_logprobs", joined("generation_logprobs", torch.zeros(sum(counts)))),
             "sample_mask": torch.tensor([rollout.loss_multiplier * rollout.scored for rollout in of_row], dtype=torch.float32),
             "rewards": torch.tensor([rollout.reward for rollout in of_row], dtype=torch.float32),
-            "reward_parts": [rollout.reward_parts for rollout in of_row],
             "reward_weights": [dict(rollout.reward_weights) for rollout in of_row],
             "turn_rewards": [rollout.weighted_turn_rewards() for rollout in of_row],
             "scored": torch.tensor([rollout.scored for rollout in of_row], dtype=torch.bool),
@@ -269,10 +271,8 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "token_versions": padded("token_versions", joined("token_versions", versions)),
             "weight_version": torch.tensor([_oldest_version(log) for log in logs], dtype=torch.int64),
             "truncated": torch.tensor([rollout.truncated for rollout in of_row], dtype=torch.bool),
-            "idx": [rollout.index for rollout in of_row],
-            "task_name": [rollout.task_name for rollout in of_row],
             "message_log": logs,
-            "extra_env_info": [rollout.metadata for rollout in of_row],
+            **{key: [getattr(rollout, name) for rollout in of_row] for key, name in _COLUMNS.items()},
             **_sampled_sets(logs),
             **images,
         }

@@ -48,6 +48,7 @@ from rl_train.config.rules.run import schedule_problems, schedule_warnings
 from rl_train.config.slots import SectionSchema
 from rl_train.pools.component_probe import check_environment_class
 from rl_train.pools.elsewhere import agent_signature, check_backend_elsewhere, environment_elsewhere
+from rl_train.rollouts.teacher_rows import TeacherPrompts
 
 _FILES = tuple(f"{name}.{key}" for name in MODELS for key in ("model_name", "tokenizer.name"))
 _SCHEDULES = ("data", "algorithm", "policy.scheduler", "value.scheduler", "policy.train_global_batch_size", "cluster")
@@ -247,6 +248,14 @@ def prompt_sampler_of_a_trainer_has_prompts_and_rewards(config: RunFacts) -> Ite
 def data_can_be_read(config: RunFacts) -> None:
     """All data can be read, and its first rows can be rendered and tokenized."""
     _ = config.loaders
+
+
+@rule("algorithm", "data", "policy", "teacher", stage=Stage.DATA, applies_to=TRAINING)
+def teacher_prompts_can_be_written(config: RunFacts) -> None:
+    """The fields of the teacher's prompt are those of the first rows, and it leaves tokens for an answer."""
+    prompts, loader = TeacherPrompts.of_run(config.run, config.tokenizer), config.loaders.prompts
+    if prompts is not None and loader is not None:
+        prompts.check([loader.dataset[number] for number in loader.next_rows(config.run.data.check_rows)])
 
 
 @rule(*_SCHEDULES, stage=Stage.DATA, applies_to=TRAINING)

@@ -40,6 +40,7 @@ METRICS: Final = {
     "labelled answers": "kto/margin kto/reward_desirable kto/reward_undesirable kto/desirable_frac kto/kl",
     "a teacher": "distillation/kl_forward distillation/kl_reverse distillation/kl_sampled distillation/topk_mass_teacher "
     "distillation/topk_mass_student distillation/argmax_agreement",
+    "a teacher with its own prompt": "distillation/too_long_rows",
     "a value model": "loss/value value/explained_variance value/mean value/return_mean value/clipped_frac value/grad_norm "
     "value/lr value/lr/* value/num_optimizer_steps",
     "a prompt sampler": "data/sampler/epochs",
@@ -165,7 +166,8 @@ def _written_with(run: RunConfig) -> dict[str, bool]:
         "records": needs.records is not None,
         "preference pairs": run.algorithm.record_kind == "pairs",
         "labelled answers": run.algorithm.record_kind == "unpaired",
-        "a teacher": "teacher" in needs.companions,
+        "a teacher": needs.has_teacher,
+        "a teacher with its own prompt": needs.teacher_prompt is not None,
         "a value model": "value" in needs.companions,
         "a prompt sampler": sampler is not None,
         **{f"the sampler {name}": sampler == name for name in ("pass_rate_band", "task_mix", "stages")},

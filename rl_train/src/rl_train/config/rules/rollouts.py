@@ -67,7 +67,7 @@ def filtered_samples_are_scored_among_the_kept_tokens(config: CheckedConfig, gen
 def _why_not_scored(config: CheckedConfig, generation: GenerationConfig) -> str | None:
     """Why the policy would score tokens under another distribution than they are sampled from; None if it does not."""
     run = config.run
-    if "teacher" in run.algorithm.runtime_needs.companions:
+    if run.algorithm.runtime_needs.has_teacher:
         return "it compares the whole distributions of policy and teacher."
     for kind, backend, does in (
         (Kind.GENERATION, generation.backend, "return the tokens that it sampled from"),
@@ -394,10 +394,14 @@ def algorithm_supports_segments(config: CheckedConfig) -> Iterator[Problem]:
     source, rollouts = _source_of_segments(run), run.algorithm.runtime_needs.rollouts
     if source is not None and rollouts is not None and not rollouts.accepts_segments:
         key, setting = source
+        prompt = run.algorithm.runtime_needs.teacher_prompt
         yield Problem(
             key,
             f"{setting} can divide a rollout into several segments, which {run.algorithm_name} does not support: it computes "
-            "advantages from the sequence of a rollout's tokens. Use grpo, or remove the key.",
+            "advantages from the sequence of a rollout's tokens. Use grpo, or remove the key."
+            if prompt is None
+            else f"{setting} can divide a rollout into several segments, but the teacher reads one prompt ({prompt.key}) for a "
+            "whole rollout. Remove one of the two keys.",
         )
 
 

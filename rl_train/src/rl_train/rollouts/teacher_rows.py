@@ -1,0 +1,225 @@
+"""The rows of a step as a teacher with another prompt reads them: its prompt, then the same tokens of the rollout.
+
+Everything up to the first sampled token is replaced; sampled tokens and later messages of the environment are kept as they are.
+The teacher's scores are moved back to the positions of the student's row.
+
+Fields of a template: `question`, the first user message of the prompt; `completion`, what the student wrote in all turns;
+`feedback`, what the environment wrote after the last turn; and the fields of the row's metadata, which take precedence.
+
+A function is called with a mapping of `question`, `completion`, `feedback`, `messages` (the student's prompt), `metadata`,
+`reward`, and `group`: the `completion`, `feedback` and `reward` of all samples of the prompt in the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.schema import pad_value
+from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.interfaces.records import MESSAGE_KEYS, plain_text
+from rl_train.config.algorithm import TeacherPrompt
+from rl_train.config.schema import RunConfig
+from rl_train.data.conversations import read_messages
+from rl_train.data.messages import prompt_log
+from rl_train.data.records import load_function
+from rl_train.data.row_sections import OnTooLong
+from rl_train.errors import reporting_errors
+from rl_train.prompts.templates import PromptTemplate
+from rl_train.rollouts.trajectory import is_sampled, log_token_ids
+
+Batch = BatchedDataDict[Any]
+_OF_A_SAMPLE = ("completion", "feedback", "reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherRows:
+    """Rows for a teacher, and how its scores are moved back."""
+
+    rows: Batch
+    """B rows [B, T'] that the teacher scores."""
+    sample_mask: torch.Tensor | None = None
+    """[B] float32, that of the student's rows, with 0 for rows that are too long for the teacher; None if it is unchanged."""
+    starts: torch.Tensor | None = None
+    """[B] int64, first sampled position in the student's row; None if both read the same rows."""
+    shifts: torch.Tensor | None = None
+    """[B] int64, position of a token in the teacher's row minus that in the student's."""
+    lengths: torch.Tensor | None = None
+    """[B] int64, tokens of the student's rows."""
+    width: int = 0
+    """T of the student's rows."""
+
+    def aligned(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, T'] or [B, T', K] of the teacher's rows, at the positions of the student's: [B, T] or [B, T, K].
+
+        0 before the first sampled token and on padding.
+        """
+        if self.starts is None or self.shifts is None or self.lengths is None:
+            return scores
+        positions = torch.arange(self.width)
+        is_scored = (positions >= self.starts.unsqueeze(1)) & (positions < self.lengths.unsqueeze(1))
+        moved = torch.where(is_scored, positions + self.shifts.unsqueeze(1), 0)
+        found = scores[torch.arange(len(scores)).unsqueeze(1), moved]
+        return found.masked_fill_(~is_scored.reshape(*is_scored.shape, *[1] * (found.ndim - 2)), 0)
+
+
+class TeacherPrompts:
+    """Writes the prompts of a teacher.
+
+    Args:
+        prompt: the template or function.
+        algorithm: name of the algorithm's section, for errors.
+        tokenizer: the policy's, with its chat template.
+        max_length: maximum number of tokens of the teacher's rows.
+        on_too_long: how a longer row is handled.
+
+    Raises:
+        ConfigError: the function cannot be imported.
+    """
+
+    def __init__(
+        self, prompt: TeacherPrompt, *, algorithm: str, tokenizer: Any, max_length: int, on_too_long: OnTooLong
+    ) -> None:
+        self.key, self.max_length = f"{algorithm}.{prompt.key}", max_length
+        self._tokenizer, self._on_too_long = tokenizer, on_too_long
+        self._template = None if prompt.template is None else PromptTemplate(user=prompt.template, source=prompt.key)
+        self._function = None if prompt.function is None else load_function(prompt.function, self.key)
+
+    @classmethod
+    def of_run(cls, run: RunConfig, tokenizer: Any) -> TeacherPrompts | None:
+        """The prompts of a run; None if its teacher reads those of the policy."""
+        prompt, teacher = run.algorithm.runtime_needs.teacher_prompt, run.teacher or run.policy
+        if prompt is None:
+            return None
+        return cls(
+            prompt,
+            algorithm=run.algorithm_name,
+            tokenizer=tokenizer,
+            max_length=teacher.max_total_sequence_length,
+            on_too_long=OnTooLong(run.data.on_long_prompt),
+        )
+
+    def check(self, datums: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the template can be filled for prompts of the data, and that one of them leaves tokens for an answer.
+
+        A function is not called, because it may read what only a rollout has.
+
+        Raises:
+            DataError: a field is missing, or the prompts are too long.
+        """
+        if self._template is None or not datums:
+            return
+        lengths = [len(self._tokens(_sample(datum), datum)) for datum in datums]
+        too_long = [length for length in lengths if length >= self.max_length]
+        if too_long and (self._on_too_long is OnTooLong.ERROR or len(too_long) == len(lengths)):
+            raise self._too_long(max(too_long), f"{len(too_long)} of {len(lengths)} checked prompts of the teacher leave")
+
+    def rows_of(self, rows: Batch) -> TeacherRows:
+        """The rows of a step for the teacher. Rows that are masked or too long keep the prompt of the student, and are masked.
+
+        Raises:
+            DataError: a field is missing, there are images, or a row is too long and `on_too_long` says error.
+            ConfigError: the function raised, or did not return a prompt.
+        """
+        if any(rows.get("images") or ()):
+            raise DataError("A row has images, which a teacher with its own prompt cannot read. Remove the key.", key=self.key)
+        samples = [_sample({key: rows[key][row] for key in _COLUMNS if key in rows}) for row in range(rows.size)]
+        groups: dict[int, list[Mapping[str, Any]]] = {}
+        for sample, group in zip(samples, rows["group_ids"].tolist(), strict=True):
+            groups.setdefault(group, []).append({key: sample[key] for key in _OF_A_SAMPLE})
+        lengths, mask = rows["input_lengths"].clone(), rows["sample_mask"].clone()
+        starts, shifts, tokens, known = lengths.clone(), torch.zeros_like(lengths), [], dict[str, torch.Tensor]()
+        for row, sample in enumerate(samples):
+            own = rows["input_ids"][row, : int(lengths[row])]
+            trained = rows["token_mask"][row].nonzero()
+            if len(trained) and mask[row]:
+                starts[row] = start = int(trained[0])
+                sample["group"] = groups[int(rows["group_ids"][row])]
+                prompt = self._tokens(sample, {key: rows[key][row] for key in ("tools", "prefill") if key in rows}, known)
+                if len(prompt) + len(own) - start <= self.max_length:
+                    own, shifts[row] = torch.cat([prompt, own[start:]]), len(prompt) - start
+                elif self._on_too_long is OnTooLong.ERROR:
+                    raise self._too_long(len(prompt) + len(own) - start, "A row of the teacher has")
+                else:
+                    mask[row] = 0.0
+            tokens.append(own)
+        seen: Batch = BatchedDataDict(
+            input_ids=torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=pad_value("input_ids")),
+            input_lengths=lengths + shifts,
+        )
+        if "prompt_id" in rows:
+            seen["prompt_id"] = rows["prompt_id"]
+        width = rows["input_ids"].shape[1]
+        return TeacherRows(rows=seen, sample_mask=mask, starts=starts, shifts=shifts, lengths=lengths, width=width)
+
+    def _tokens(
+        self, sample: Mapping[str, Any], row: Mapping[str, Any], known: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """[t] int64, the teacher's prompt; those of equal messages are tokenized once if `known` has them."""
+        with with_key(self.key):
+            messages = self._messages(sample)
+            given: dict[str, Any] = {"tools": row.get("tools"), "prefill": row.get("prefill") or ""}
+            name = json.dumps([messages, given], default=str)
+            known = {} if known is None else known
+            if name not in known:
+                known[name] = log_token_ids(prompt_log(messages, self._tokenizer, **given))
+            return known[name]
+
+    def _messages(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+        messages = sample["messages"]
+        if self._function is not None:
+            with reporting_errors(f"{self.key} {self._function.__name__}", self._function):
+                returned = self._function(sample)
+            if not isinstance(returned, str):
+                return read_messages(returned, f"the result of {self._function.__name__}", role="user")
+        else:
+            assert self._template is not None
+            metadata = sample["metadata"] if isinstance(sample["metadata"], Mapping) else {}
+            fields = {key: sample[key] for key in ("question", "completion", "feedback")} | dict(metadata)
+            returned = self._template.fill(fields)[0]["content"]
+        number = _first_user(messages)
+        return [*messages[:number], {**messages[number], "content": returned}, *messages[number + 1 :]]
+
+    def _too_long(self, length: int, what: str) -> ConfigError:
+        return ConfigError(
+            f"{what} {length} tokens, but {self.max_length} are allowed for prompt and answer. Raise "
+            "teacher.max_total_sequence_length (policy.max_total_sequence_length with teacher_weights: current), shorten the "
+            "teacher's prompt, or drop such rows (data.on_long_prompt: drop).",
+            key=self.key,
+        )
+
+
+def rows_of_teacher(rows: Batch, prompts: TeacherPrompts | None) -> TeacherRows:
+    """The rows that a teacher scores: the student's, unless it has prompts of its own."""
+    return TeacherRows(rows=rows) if prompts is None else prompts.rows_of(rows)
+
+
+_COLUMNS = ("message_log", "extra_env_info", "feedback", "rewards")
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a batch, or a prompt of the data, as a function of the user receives it."""
+    log = row["message_log"]
+    prompt = [
+        {key: message[key] for key in MESSAGE_KEYS if key == "content" or message.get(key) is not None}
+        for message in takewhile(lambda message: not is_sampled(message), log)
+    ]
+    return {
+        "question": plain_text(prompt[_first_user(prompt)]["content"]),
+        "messages": prompt,
+        "completion": "\n".join(str(each.get("sampled_text", each["content"])) for each in log if is_sampled(each)),
+        "feedback": row.get("feedback", ""),
+        "metadata": row.get("extra_env_info"),
+        "reward": float(row.get("rewards", 0.0)),
+    }
+
+
+def _first_user(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Number of the first message of the user; of the last message if there is none."""
+    return next((number for number, each in enumerate(messages) if each["role"] == "user"), len(messages) - 1)
