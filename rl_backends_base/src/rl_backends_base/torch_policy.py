@@ -451,6 +451,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def _next_logits(self, inputs: ScoringInput) -> torch.Tensor:
         """Logits [M, V] float32 that predict the scored tokens."""
         logits = self._call(self.logits, inputs, axes=3).flatten(0, 1).index_select(0, inputs.hidden_index).float()
+        logits = logits[:, : self.config.vocab_size]
         temperature = self.config.scoring_temperature
         logits = logits / temperature if temperature != 1.0 else logits
         return logits if inputs.sets is None else logits.masked_fill(outside_sets(inputs.sets, logits), float("-inf"))

@@ -109,7 +109,7 @@ def make_head(config: MegatronPolicyConfig, ranks: Ranks, *, vocab_size: int) ->
         return ValueHead(ranks)
     return LogprobHead(
         ranks,
-        vocab_size=vocab_size,
+        vocab_size=min(vocab_size, config.vocab_size or vocab_size),
         temperature=config.scoring_temperature,
         chunk_tokens=config.megatron_cfg.logprob_chunk_tokens,
     )

@@ -92,8 +92,8 @@ class ScoringModel(nn.Module, ABC):
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, hidden_index)
 
     def model_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The model's own output, float32, for rows [b, T] of equal length."""
-        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits.float()
+        """The model's own output for its used tokens, float32, for rows [b, T] of equal length."""
+        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits[..., : self.vocab_size].float()
         return logits
 
     def score(self, microbatch: ScoringInput) -> torch.Tensor:

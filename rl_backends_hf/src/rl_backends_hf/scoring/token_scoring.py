@@ -29,6 +29,7 @@ class TokenScoring(ScoringModel):
         model: the causal LM.
         chunk_tokens: number of positions for which logits exist at one time.
         temperature: logits are divided by it.
+        vocab_size: number of rows of the LM head that are used, from the first; None for all.
 
     Raises:
         NotSupportedError: the model has no plain LM head on a backbone.
@@ -38,7 +39,9 @@ class TokenScoring(ScoringModel):
     shift = 1
     extra_forward_methods = (*ScoringModel.extra_forward_methods, "topk")
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0, vocab_size: int | None = None
+    ) -> None:
         super().__init__(model)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or model.base_model is model:
@@ -48,27 +51,34 @@ class TokenScoring(ScoringModel):
                 "computed in chunks. Use a Transformers causal LM with `lm_head`."
             )
         self.transform = logit_transform(model.config, temperature=temperature)
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self._used_rows = chunk_tokens, vocab_size
 
     @property
     def vocab_size(self) -> int:
-        """V, number of rows of the LM head."""
+        """V, number of used rows of the LM head."""
         size: int = self.model.get_output_embeddings().out_features
-        return size
+        return min(size, self._used_rows or size)
+
+    def _head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [V, H] and bias [V] of the LM head."""
+        head = self.model.get_output_embeddings()
+        if self._used_rows is None:
+            return head.weight, head.bias
+        return head.weight[: self._used_rows], None if head.bias is None else head.bias[: self._used_rows]
 
     def apply_head(self, hidden: torch.Tensor, targets: torch.Tensor, sets: SampledSets | None = None) -> torch.Tensor:
         """Log-probability [M] or [M, 1 + K] float32, in nats, of each target given its hidden state."""
-        head = self.model.get_output_embeddings()
+        weight, bias = self._head()
         return chunked_token_logprobs(
-            hidden, head.weight, head.bias, targets, transform=self.transform, chunk=self.chunk_tokens, sets=sets
+            hidden, weight, bias, targets, transform=self.transform, chunk=self.chunk_tokens, sets=sets
         )
 
     def topk(
         self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any], k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [M, k] int64 and log-probabilities [M, k] float32, in nats, of the most likely tokens; see `ScoringInput`."""
-        hidden, head = self.hidden_states(input_ids, hidden_index, attention), self.model.get_output_embeddings()
-        return chunked_topk_logprobs(hidden, head.weight, head.bias, k=k, transform=self.transform, chunk=self.chunk_tokens)
+        hidden, (weight, bias) = self.hidden_states(input_ids, hidden_index, attention), self._head()
+        return chunked_topk_logprobs(hidden, weight, bias, k=k, transform=self.transform, chunk=self.chunk_tokens)
 
     def score_topk(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.

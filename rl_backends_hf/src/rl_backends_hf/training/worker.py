@@ -173,7 +173,10 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         if self.config.head == "scalar":
             return ValueScoring(model)
         return TokenScoring(
-            model, chunk_tokens=self.config.hf_cfg.logprob_chunk_tokens, temperature=self.config.scoring_temperature
+            model,
+            chunk_tokens=self.config.hf_cfg.logprob_chunk_tokens,
+            temperature=self.config.scoring_temperature,
+            vocab_size=self.config.vocab_size,
         )
 
     def _probe_scoring(self, scoring: ScoringModel) -> str | None:

@@ -288,6 +288,9 @@ class PolicyConfig(ComponentSection):
     model)."""
     frozen: bool = False
     """Whether the model is never trained, such as a teacher. A frozen model needs no memory for an optimizer and gradients."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Number of tokens that a frozen model knows: rows of its LM head from this id on are unused, such as those that pad its
+    vocabulary, and have probability 0. By default all rows are used, and of a teacher those that the policy has as well."""
     tokenizer: PolicyTokenizerConfig = Field(default_factory=PolicyTokenizerConfig)
     """Tokenizer; defaults to the one of the model."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -374,6 +377,12 @@ class PolicyConfig(ComponentSection):
     def _one_way_of_batching(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError("dynamic_batching and sequence_packing are mutually exclusive: enable one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _only_frozen_models_have_unused_rows(self) -> Self:
+        if self.vocab_size is not None and not self.frozen:
+            raise ValueError("vocab_size is only for a frozen model, such as a teacher: a trained one scores all of its tokens")
         return self
 
 

@@ -69,7 +69,7 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
 
     def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:
         self._require_head("tokens")
-        vocab_size = self.facts.get("vocab_size", k)
+        vocab_size = self.config.vocab_size or self.facts.get("vocab_size", k)
         if not 1 <= k <= vocab_size:
             raise DataError(
                 f"The {k} most likely tokens of {self.config.model_name} were requested, but its vocabulary has {vocab_size}: "
@@ -88,8 +88,8 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         if outside.numel():
             raise DataError(
                 f"`{key}` contains token id {int(outside[0])}, outside the {vocab_size} tokens of {self.config.model_name}: "
-                "the model that chose the candidates has a larger vocabulary. Use a teacher whose LM head is not larger than "
-                "the policy's."
+                "the model that chose the candidates has a larger vocabulary. Set `vocab_size` in its section to "
+                f"{vocab_size}, if the other ids are unused."
             )
 
     def _require_head(self, head: str) -> None:

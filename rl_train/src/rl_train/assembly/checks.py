@@ -126,15 +126,32 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
 
 def tokens_without_rows(config: RunConfig, tokenizer: Any) -> tuple[str, int, dict[int, str]]:
     """The model of the run whose embedding has the fewest rows, their number, and the tokens without one, by id."""
-    sizes = []
-    for model in models_of(config).values():
-        options = _loading_options(model)
-        found = read_model_config(model.model_name, trust_remote_code=options.get("trust_remote_code", False))
-        own = getattr(found.get_text_config(decoder=True), "vocab_size", None) if found is not None else None
-        if (size := options.get("config_overrides", {}).get("vocab_size", own)) is not None:
-            sizes.append((size, model.model_name))
+    sizes = [(size, model.model_name) for model in models_of(config).values() if (size := embedding_rows(model)) is not None]
     rows, name = min(sizes, key=lambda size: size[0], default=(sys.maxsize, ""))
     return name, rows, {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
+
+
+def embedding_rows(model: PolicyConfig) -> int | None:
+    """Number of rows of a model's embedding and LM head; None if its files do not tell."""
+    options = _loading_options(model)
+    found = read_model_config(model.model_name, trust_remote_code=options.get("trust_remote_code", False))
+    own = getattr(found.get_text_config(decoder=True), "vocab_size", None) if found is not None else None
+    size: int | None = options.get("config_overrides", {}).get("vocab_size", own)
+    return size
+
+
+def with_rows_of_policy(teacher: PolicyConfig, policy: PolicyConfig) -> PolicyConfig:
+    """The section of a teacher whose unused rows are those that the policy does not have. Both have the same tokenizer."""
+    theirs, ours = embedding_rows(teacher), embedding_rows(policy)
+    if teacher.vocab_size is not None or theirs is None or ours is None or theirs <= ours:
+        return teacher
+    _log.info(
+        "the teacher's LM head has %d rows, and the policy's %d: its log-probabilities are normalized over the first %d",
+        theirs,
+        ours,
+        ours,
+    )
+    return teacher.model_copy(update={"vocab_size": ours})
 
 
 def tokenizer_problems(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:

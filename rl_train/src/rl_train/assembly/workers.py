@@ -23,6 +23,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import constructor_config, first_argument
+from rl_train.assembly.checks import with_rows_of_policy
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_adapters, resolve_precision
 from rl_train.config.schedules import with_schedule_lengths
@@ -159,6 +160,8 @@ class Builder:
         """
         run = with_schedule_lengths(self.run)
         sections = {name: section for name in COMPANIONS if (section := getattr(run, name)) is not None}
+        if "teacher" in sections:
+            sections["teacher"] = with_rows_of_policy(sections["teacher"], run.policy)
         return {name: self._model(f"{name}.backend", section, name=name) for name, section in sections.items()}
 
     @property
