@@ -29,6 +29,7 @@ data:
 """
 FORM = "divergence: forward_kl"
 TEACHER = "teacher:\n  backend: hf\n  model_name: some/teacher\n"
+STEP = "num_prompts_per_step: 8"
 VALIDATES = "num_prompts_per_step: 8\n  val_at_end: true"
 HELD_OUT = "  validation: {dataset_name: arithmetic, split: validation}\n"
 
@@ -66,6 +67,30 @@ def test_a_teacher_and_no_environment_are_enough(files):
         ),
         ("num_prompts_per_step: 8", "student_data_fraction: 1.5", "distillation.student_data_fraction: must be"),
         (FORM, "divergence: kl", "config.yaml:4:15: loss_fn.divergence"),
+        (
+            STEP,
+            f"{STEP}\n  teacher_prompt: '{{question}}'\n  teacher_prompt_fn: os.path.join",
+            "teacher_prompt and teacher_prompt_fn are both set: keep one of them",
+        ),
+        (STEP, f"{STEP}\n  teacher_prompt: '{{}}'", "config.yaml:3:3: distillation.teacher_prompt: {} cannot be filled"),
+        (STEP, f"{STEP}\n  teacher_prompt: '{{a.b}}'", "distillation.teacher_prompt: {a.b} is not a plain field name"),
+        (
+            STEP,
+            f"{STEP}\n  teacher_prompt_fn: rl_train.missing",
+            "config.yaml:3:22: distillation.teacher_prompt_fn: rl_train.missing cannot be imported",
+        ),
+        (STEP, f"{STEP}\n  teacher_weights: current", "teacher: distillation does not use a teacher: remove the section"),
+        (
+            f"{STEP}\n",
+            f"{STEP}\n  teacher_prompt: '{{question}}'\n  student_data_fraction: 0.5\n",
+            "distillation.teacher_prompt: the teacher's prompt is written for sampled answers",
+        ),
+        (
+            f"{STEP}\n",
+            f"{STEP}\n  teacher_prompt: '{{question}}'\nrollout: {{history: template}}\n",
+            "the teacher reads one prompt (teacher_prompt) for a whole rollout",
+        ),
+        ("model_name: some/model", "model_name: some/model\n  vocab_size: 9", "vocab_size is only for a frozen model"),
         (FORM, "name: clipped_pg", "config.yaml:4:9: loss_fn.name: clipped_pg does not use a teacher"),
         (FORM, "name: dpo", "config.yaml:4:9: loss_fn.name: dpo does not use a teacher"),
         (FORM, "name: nll", "config.yaml:4:9: loss_fn.name: nll does not use a teacher"),
@@ -74,6 +99,20 @@ def test_a_teacher_and_no_environment_are_enough(files):
 def test_settings_that_exclude_each_other_are_reported_with_their_line(files, old, new, says):
     assert old in DISTILLATION
     assert says in "\n".join(files.errors(DISTILLATION.replace(old, new, 1)))
+
+
+def test_the_policy_is_its_own_teacher_only_with_another_prompt(files):
+    itself = DISTILLATION.replace(TEACHER, "").replace(STEP, f"{STEP}\n  teacher_weights: current")
+    [error] = files.errors(itself)
+    assert "config.yaml:3:20: distillation.teacher_weights: with the student's weights and prompt, the teacher is the" in error
+    run = files.load(itself.replace(STEP, f"{STEP}\n  teacher_prompt: '{{question}} {{solution}}'")).run
+    needs = run.algorithm.runtime_needs
+    assert (needs.companions, needs.has_teacher, run.teacher) == ((), True, None)
+    assert needs.teacher_prompt.template == "{question} {solution}"
+
+
+def test_a_teachers_prompt_is_a_setting_of_distillation_alone(files, good):
+    assert "teacher_prompt" in files.errors(good.replace("grpo:", "grpo:\n  teacher_prompt: a"))[0]
 
 
 def test_a_backend_without_topk_logprobs_supports_sampled_distillation(files):
