@@ -8,6 +8,9 @@ import pytest
 import yaml
 from command_line import rlcore
 
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.errors import UserError
+from rl_train.algorithms import DistillationTrainer
 from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -110,3 +113,24 @@ def test_recorded_rollouts_cannot_be_replayed_because_they_lack_the_metadata(tmp
     ended = rlcore("train", written(tmp_path, config), "--replay", tmp_path / "runs" / "run")
     assert ended.returncode == 2
     assert "recorded rollouts do not have the messages and metadata" in ended.stdout + ended.stderr
+
+
+def test_a_python_trainer_teaches_the_policy_with_itself():
+    generation = {"backend": "hf", "max_new_tokens": 5}
+    policy = HuggingFacePolicy(str(MODEL), max_total_sequence_length=32, generation=generation)
+    trainer = DistillationTrainer(
+        policy,
+        generation=HuggingFaceGeneration(config=policy.config.generation.for_policy(policy.config)),
+        config={
+            "max_num_steps": 1,
+            "num_prompts_per_step": 4,
+            "teacher_weights": "current",
+            "teacher_prompt": "{hint} {question}",
+        },
+        loss_fn={"topk": 4},
+    )
+    asked = {"messages": [{"role": "user", "content": "38+72="}]}
+    [metrics] = trainer.train([{**asked, "extra_env_info": {"hint": "110"}}] * 4)
+    assert metrics["distillation/kl_forward"] > 0.01
+    with pytest.raises(UserError, match="uses {hint}, but the record does not have this field"):
+        trainer.train([asked] * 4)
