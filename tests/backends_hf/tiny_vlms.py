@@ -132,11 +132,20 @@ _CONFIGS: dict[str, Callable[[bool], transformers.PretrainedConfig]] = {
 }
 
 
-def make(family: str, folder: Path, *, tied: bool = False) -> str:
-    """Write a model of the family, whose features are about as large as the embeddings of its tokens; returns the folder."""
+def make(family: str, folder: Path, *, tied: bool = False, wide: bool = False) -> str:
+    """Write a model of the family, whose features are about as large as the embeddings of its tokens; returns the folder.
+
+    With `wide`, the attention to tokens has heads of 32 values, the smallest that vLLM supports on a CPU.
+    """
+    config = _CONFIGS[family](tied)
+    if wide:
+        config.text_config.update({"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
+        if family in MROPE:
+            config.text_config.rope_parameters["mrope_section"] = [4, 6, 6]
+            config.vision_config.update({"hidden_size" if family == "qwen2_vl" else "out_hidden_size": 64})
     with torch.random.fork_rng():
         torch.manual_seed(11 + FAMILIES.index(family))
-        model = transformers.AutoModelForImageTextToText.from_config(_CONFIGS[family](tied))
+        model = transformers.AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1 and float(parameter.std()) < 0.05:

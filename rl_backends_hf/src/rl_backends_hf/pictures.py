@@ -141,13 +141,7 @@ def with_features(tokens: list[int], images: Collection[RowImage], first: Mappin
     """
     marked = [*tokens] if images else tokens
     for image in images:
-        place = [at for at in range(image.start, min(image.end, len(tokens))) if tokens[at] == image.placeholder_id]
-        if len(place) != image.num_placeholders or image.start < 0:
-            raise DataError(
-                f"An image has {image.num_placeholders} placeholders (id {image.placeholder_id}), but its tokens "
-                f"{image.start} to {image.end - 1} of the row contain {len(place)}. Positions in `images` are those of the row."
-            )
-        for number, at in enumerate(place):
+        for number, at in enumerate(image.placeholders(tokens)):
             marked[at] = -1 - first[image.digest] - number
     return marked
 

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest
+from rl_core.data.images import RowImage
 from rl_core.errors import EngineDiedError
 
 _log = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class AsyncEngine(Engine):
             raise
         self.config = self._engine.vllm_config
 
-    def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
-        self._wait(self._submit(request_id, list(tokens), parameters))
+    def add(self, request_id: str, tokens: Sequence[int], parameters: Any, images: Sequence[RowImage] = ()) -> None:
+        self._wait(self._submit(request_id, self._input(tokens, images), parameters))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._wait(self._abort(list(request_ids)))
@@ -89,7 +90,9 @@ class AsyncEngine(Engine):
         self._wait(self._engine.update_weight_version(str(version)))
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._wait(self._engine.reset_prefix_cache(reset_running_requests=True)))
+        emptied = bool(self._wait(self._engine.reset_prefix_cache(reset_running_requests=True)))
+        self._wait(self._engine.reset_encoder_cache())
+        return emptied
 
     def sleep(self, level: int) -> None:
         self._wait(self._engine.sleep(level))
@@ -132,17 +135,15 @@ class AsyncEngine(Engine):
         await asyncio.gather(*tasks, return_exceptions=True)
         self._engine.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
-    async def _submit(self, request_id: str, tokens: list[int], parameters: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._consume(request_id, tokens, parameters))
+    async def _submit(self, request_id: str, prompt: Any, parameters: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._consume(request_id, prompt, parameters))
         self._tasks[request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
-    async def _consume(self, request_id: str, tokens: list[int], parameters: Any) -> None:
-        from vllm.inputs.engine import tokens_input
-
+    async def _consume(self, request_id: str, prompt: Any, parameters: Any) -> None:
         adapter = self.adapter_request
         try:
-            async for output in self._engine.generate(tokens_input(tokens), parameters, request_id, lora_request=adapter):
+            async for output in self._engine.generate(prompt, parameters, request_id, lora_request=adapter):
                 self._finished.put(output)
         except asyncio.CancelledError:
             raise

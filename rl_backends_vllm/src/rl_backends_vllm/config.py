@@ -30,6 +30,14 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """Values of `max_lora_rank` that vLLM accepts."""
 
 
+IMAGE_FAMILIES = ("idefics3", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "smolvlm")
+"""Model types whose images are supported: tested against plain Transformers."""
+_WITHOUT_IMAGES = {
+    "gemma3": "all tokens of a picture attend to each other, which vLLM's attention on a CPU does not support",
+    "qwen3_vl": "vLLM's classes for models of Transformers leave out the features that are added after the first layers",
+}
+
+
 class VllmEngineConfig(Section):
     """`policy.generation.vllm_cfg`."""
 
@@ -151,13 +159,35 @@ class VllmConfig(GenerationConfig):
             return f"the adapters have rank {rank}, and this engine's maximum (vllm_cfg.max_lora_rank) is {largest}"
         if own.pipeline_parallel_size > 1:
             return f"vllm_cfg.pipeline_parallel_size is {own.pipeline_parallel_size}, and its stages receive no adapters"
+        hf_config = self._hf_config(policy)
+        if hf_config is not None and hf_config.model_type in IMAGE_FAMILIES:
+            return "adapters of vision-language models were not tested with vLLM"
+        return None if hf_config is None else why_not_adapted(hf_config)
+
+    def reads_images(self, hf_config: Any) -> bool:
+        """Whether rows of the model of a Transformers configuration may have images."""
+        return self._image_problem(hf_config) is None
+
+    def image_problem(self, policy: PolicyConfig) -> str | None:
+        hf_config = self._hf_config(policy)
+        return None if hf_config is None else self._image_problem(hf_config)
+
+    def _image_problem(self, hf_config: Any) -> str | None:
+        kind, implementation = hf_config.model_type, self.vllm_kwargs.get("model_impl", "transformers")
+        if kind not in IMAGE_FAMILIES:
+            reason = f": {_WITHOUT_IMAGES[kind]}" if kind in _WITHOUT_IMAGES else ""
+            return f"vLLM does not read images with models of type {kind}{reason}. It does with {', '.join(IMAGE_FAMILIES)}"
+        if implementation != "transformers":
+            return f"vllm_kwargs.model_impl is {implementation}, and images require `transformers`, the default of such models"
+        return None
+
+    def _hf_config(self, policy: PolicyConfig) -> Any:
         from rl_backends_vllm.model_folder import read_config
 
         try:
-            hf_config = read_config(self.model_name or policy.model_name, trust_remote_code=self._trusts_code(policy))
+            return read_config(self.model_name or policy.model_name, trust_remote_code=self._trusts_code(policy))
         except ConfigError:  # reported elsewhere
             return None
-        return why_not_adapted(hf_config)
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values from the policy (model, data type, tokenizer, length). Weights are not loaded."""

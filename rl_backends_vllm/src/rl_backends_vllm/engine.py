@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from rl_backends_vllm.refit import pack, unpack
 from rl_backends_vllm.torch_threads import use_torch_threads
+from rl_core.data.images import RowImage
 from rl_core.errors import ConfigError, EngineDiedError
 
 
@@ -45,9 +46,19 @@ class Engine(ABC):
 
         return REQUEST
 
+    def _input(self, tokens: Sequence[int], images: Sequence[RowImage]) -> Any:
+        """VLLM's input of a prompt."""
+        from vllm.inputs.engine import tokens_input
+
+        if not images:
+            return tokens_input(list(tokens))
+        from rl_backends_vllm.pictures import picture_input
+
+        return picture_input(tokens, images, model_type=self.config.model_config.hf_config.model_type)
+
     @abstractmethod
-    def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
-        """Queue one prompt."""
+    def add(self, request_id: str, tokens: Sequence[int], parameters: Any, images: Sequence[RowImage] = ()) -> None:
+        """Queue one prompt, whose `images` are in the order of their tokens."""
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -83,7 +94,10 @@ class Engine(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Empty the KV cache; keys and values of running requests are recomputed. Returns whether the cache is empty."""
+        """Empty the KV cache; keys and values of running requests are recomputed. Returns whether the cache is empty.
+
+        Also removes the features of pictures, which would otherwise remain those of older weights.
+        """
 
     @abstractmethod
     def sleep(self, level: int) -> None:
@@ -147,10 +161,9 @@ class InProcessEngine(Engine):
         self.config = self._engine.vllm_config
         InProcessEngine._instance = self
 
-    def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
-        from vllm.inputs.engine import tokens_input
-
-        self._engine.add_request(request_id, tokens_input(list(tokens)), parameters, lora_request=self.adapter_request)
+    def add(self, request_id: str, tokens: Sequence[int], parameters: Any, images: Sequence[RowImage] = ()) -> None:
+        prompt = self._input(tokens, images)
+        self._engine.add_request(request_id, prompt, parameters, lora_request=self.adapter_request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))
@@ -181,7 +194,9 @@ class InProcessEngine(Engine):
         self._engine.set_weight_version(str(version))
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
+        emptied = bool(self._engine.reset_prefix_cache(reset_running_requests=True))
+        self._engine.reset_encoder_cache()
+        return emptied
 
     def sleep(self, level: int) -> None:
         self._engine.sleep(level)

@@ -13,6 +13,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from rl_backends_vllm import pictures  # noqa: F401  (in each process of an engine)
 from rl_backends_vllm.shm_cleanup import tempfiles_in_replica_folder, unlink_shared_memory
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest
 from rl_backends_vllm.requests import completion_of, completion_so_far, row_error
-from rl_core.data.generation_io import Completion
+from rl_core.data.generation_io import Completion, Prompt
 from rl_core.errors import DataError, RLCoreError
 
 _WAIT_S = 1.0
@@ -35,19 +35,19 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, name: str, tokens: list[int], parameters: Any) -> None:
+    def add(self, name: str, prompt: Prompt, parameters: Any) -> None:
         """Submit a row.
 
         Args:
             name: unique among the rows in progress.
-            tokens: its prompt.
+            prompt: its tokens and images.
             parameters: `vllm.SamplingParams`.
         """
         # The output of an aborted request may still arrive, so each has its own ID.
         request = f"{name}#{next(self._requests)}"
-        self._by_request[request], self._rows[name] = name, _Row(tokens, parameters)
+        self._by_request[request], self._rows[name] = name, _Row(prompt.tokens, parameters)
         try:
-            self._engine.add(request, tokens, parameters)
+            self._engine.add(request, prompt.tokens, parameters, prompt.images)
         except BaseException as error:
             del self._by_request[request], self._rows[name]
             raise row_error(error) or error from error.__cause__
@@ -74,13 +74,13 @@ class InFlightRequests:
             del self._rows[name]
         return ready
 
-    def complete(self, rows: Mapping[str, tuple[list[int], Any]]) -> list[Completion]:
-        """Submit rows, as tokens and parameters by name, and wait for them; if one fails, cancel all and raise its error."""
+    def complete(self, rows: Mapping[str, tuple[Prompt, Any]]) -> list[Completion]:
+        """Submit rows, as prompt and parameters by name, and wait for them; if one fails, cancel all and raise its error."""
         done: dict[str, Completion] = {}
         self._completed = 0, 0
         try:
-            for name, (tokens, parameters) in rows.items():
-                self.add(name, tokens, parameters)
+            for name, (prompt, parameters) in rows.items():
+                self.add(name, prompt, parameters)
             while len(done) < len(rows):
                 for name, row in self.collect(_WAIT_S, only=rows.keys()).items():
                     if isinstance(row, RLCoreError):

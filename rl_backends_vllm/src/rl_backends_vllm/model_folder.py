@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rl_backends_vllm.config import IMAGE_FAMILIES
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.data.adapted_tokenizer import AdaptedTokenizer
 from rl_core.data.hub import model_source, read_model_config
@@ -93,6 +94,13 @@ def read_config(model_name: str, *, trust_remote_code: bool) -> Any:
         return read_model_config(model_name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
+
+
+def auto_class(hf_config: Any) -> Any:
+    """The class of Transformers that creates the model of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hf_config.model_type in IMAGE_FAMILIES else AutoModelForCausalLM
 
 
 def _refuse_rope_scaling(file: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from rl_backends_vllm.device import cpu_kv_bytes, row_kv_bytes, token_kv_bytes
-from rl_backends_vllm.model_folder import read_config
+from rl_backends_vllm.model_folder import auto_class, read_config
 
 if TYPE_CHECKING:
     from rl_backends_vllm.config import VllmConfig
@@ -38,9 +38,9 @@ class EngineMemory:
         count = _weights(hf_config, trust_remote_code=vllm_cfg.trust_remote_code)
         weights = count * (4 if vllm_cfg.precision == "float32" else 2) // vllm_cfg.processes
         if not on_gpu:
-            size = cpu_kv_bytes(vllm_cfg, hf_config)
+            size, text = cpu_kv_bytes(vllm_cfg, hf_config), hf_config.get_text_config(decoder=True)
             # vLLM replaces the weights of a layer once it has all of them, and packs an output layer that is tied.
-            embeddings = weights * hf_config.vocab_size * hf_config.hidden_size // count
+            embeddings = weights * text.vocab_size * text.hidden_size // count
             packed = embeddings if getattr(hf_config, "tie_word_embeddings", False) else 0
             held = {"weights": weights, "packed output layer": packed, "keys and values": size}
             return {"held": held, "rollout": {}, "refit": {"new weights": weights - embeddings}}
@@ -73,8 +73,7 @@ class EngineMemory:
 
 def _weights(hf_config: Any, *, trust_remote_code: bool) -> int:
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+        model = auto_class(hf_config).from_config(hf_config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())

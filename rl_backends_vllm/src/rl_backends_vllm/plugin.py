@@ -23,6 +23,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.LORA_ADAPTERS,
                 Capability.TOP_LOGPROBS,
                 Capability.STRUCTURED_OUTPUTS,
+                Capability.IMAGES,
                 Capability.SHARED_MEMORY,
                 Capability.COLLECTIVE,
                 Capability.DISK,

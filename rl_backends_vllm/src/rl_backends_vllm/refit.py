@@ -33,6 +33,7 @@ import torch
 
 from rl_backends_base import CheckpointNames
 from rl_backends_vllm.device import enable_amx
+from rl_backends_vllm.model_folder import auto_class
 from rl_backends_vllm.shm_cleanup import unlink_shared_memory
 from rl_backends_vllm.torch_threads import use_torch_threads
 from rl_core.backend import (
@@ -95,12 +96,10 @@ class VllmWeightReceiver(WeightReceiver):
         Also the tensors of the adapters that the policy has announced.
         """
         if self._expected is None:
-            from transformers import AutoModelForCausalLM
-
             model_config = self._worker.model_config
             # vLLM's backend for models of Transformers needs its config to create them.
             with self._vllm_context(), torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
+                model = auto_class(model_config.hf_config).from_config(
                     model_config.hf_config, trust_remote_code=model_config.trust_remote_code
                 )
             own = manifest_of(weights_of(model))

@@ -123,6 +123,7 @@ class VllmGenerationWorker(GenerationWorker):
         unlink_openmp_page()
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
+        reads_images = config.reads_images(files.hf_config)
         row_options = ["top_logprobs", "stop_token_ids", *(["json_schema"] if files.tokenizer_path is not None else [])]
         self._reader = PromptReader(
             LengthLimits(
@@ -131,6 +132,7 @@ class VllmGenerationWorker(GenerationWorker):
             stop_strings=config.stop_strings or (),
             reads_text=files.tokenizer_path is not None,
             row_options=row_options,
+            reads_images=reads_images,
             seed=vllm_cfg.seed,
             rank=self.context.rank,
         )
@@ -142,6 +144,7 @@ class VllmGenerationWorker(GenerationWorker):
             "reads_text": files.tokenizer_path is not None,
             "row_options": row_options,
             "streams_tokens": True,
+            "images": reads_images,
         }
 
     def memory_advice(self, doing: str) -> str:
@@ -169,8 +172,7 @@ class VllmGenerationWorker(GenerationWorker):
         prompts = self._reader.read(data)
         self._calls += 1
         rows = {
-            f"{self._calls}-{prompt.number}": (prompt.tokens, self._sampling.parameters(prompt, greedy=greedy))
-            for prompt in prompts
+            f"{self._calls}-{prompt.number}": (prompt, self._sampling.parameters(prompt, greedy=greedy)) for prompt in prompts
         }
         return to_output(self._requests.complete(rows), has_options="sampling" in data)
 
@@ -323,6 +325,9 @@ class VllmGenerationWorker(GenerationWorker):
             "use_tqdm_on_load": False,
         }
         arguments |= engine_arguments(vllm_cfg, device=self.context.device, hf_config=files.hf_config)
+        if self._config.reads_images(files.hf_config):
+            # Rows have the tensors of their pictures; see `rl_backends_vllm.pictures`.
+            arguments |= {"model_impl": "transformers", "skip_mm_profiling": True, "mm_processor_cache_gb": 0}
         if vllm_cfg.max_lora_rank is not None:
             from rl_backends_vllm.lora import lora_arguments
 
@@ -367,7 +372,7 @@ class VllmGenerationWorker(GenerationWorker):
 
     def _add(self, name: str, prompt: Prompt, *, greedy: bool, streams: bool = False) -> None:
         parameters = self._sampling.parameters(prompt, greedy=greedy, streams=streams)
-        self._requests.add(name, prompt.tokens, parameters)
+        self._requests.add(name, prompt, parameters)
 
     def _resume(self) -> None:
         # After the cache was emptied, so that no token of the old weights is still on its way.

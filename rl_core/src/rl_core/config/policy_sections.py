@@ -271,6 +271,10 @@ class GenerationConfig(ComponentSection):
         """Why this engine, which can compute with adapters, cannot do so for those of a policy; None if it can."""
         return None
 
+    def image_problem(self, policy: PolicyConfig) -> str | None:
+        """Why this engine, which can read images, cannot do so with the policy's model; None if it can."""
+        return None
+
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values taken from the policy. Backends extend it with their own keys."""
         return self.model_copy(update={"model_name": self.model_name or policy.model_name})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BorrowedColumn, arrived_column, portable_column
+from rl_core.errors import DataError
 
 
 class ImageInputs(dict[str, torch.Tensor]):
@@ -71,6 +72,21 @@ class RowImage:
     def end(self) -> int:
         """Index of the first token after the image."""
         return self.start + self.length
+
+    def placeholders(self, tokens: Sequence[int]) -> list[int]:
+        """Indices of the image's placeholders among the tokens of its row.
+
+        Raises:
+            DataError: The image is outside of the row, or has another number of placeholders there than it says.
+        """
+        span = range(max(self.start, 0), min(self.end, len(tokens)))
+        places = [at for at in span if tokens[at] == self.placeholder_id]
+        if len(places) != self.num_placeholders or self.start < 0:
+            raise DataError(
+                f"An image has {self.num_placeholders} placeholders (id {self.placeholder_id}), but its tokens "
+                f"{self.start} to {self.end - 1} of the row contain {len(places)}. Positions in `images` are those of the row."
+            )
+        return places
 
     def moved(self, offset: int) -> RowImage:
         """The same image, starting `offset` tokens later."""

@@ -55,6 +55,12 @@ def refuse_backends_without_images(config: RunConfig, registry: Registry, *, tra
     ]
     if config.policy.generation is not None and (config.algorithm.runtime_needs.samples or not trains):
         used.append((("policy", "generation"), Kind.GENERATION, config.policy.generation.backend))
+        if (problem := config.policy.generation.image_problem(config.policy)) is not None:
+            raise ConfigError(
+                f"Rows of the data have images, which policy.generation cannot use: {problem}. Use `backend: hf`, or leave the "
+                "images out with `images_key: null` in the section of the dataset, and remove images from messages.",
+                key="policy.generation.backend",
+            )
     for key, kind, backend in used:
         if not is_path(backend) and backend not in registry.names(kind):  # created in Python
             continue
