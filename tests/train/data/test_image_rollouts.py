@@ -20,7 +20,7 @@ from rl_train.data.processors import conversation_datum, preference_datum, promp
 from rl_train.data.row_sections import OnTooLong
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.records import FinishedGroup, load_groups, recorded_rollout, rollout_records, save_groups
+from rl_train.rollouts.records import SavedGroup, load_groups, recorded_rollout, rollout_records, save_groups
 from rl_train.rollouts.source import start_rollouts
 from rl_train.rollouts.trajectory import SampleStream, join_segments, split_segments, to_batch
 
@@ -190,7 +190,7 @@ def test_environments_and_logs_refer_to_images_without_their_pixels(tokenizer, p
 
 def test_groups_of_a_checkpoint_have_the_tensors_of_each_image_once(tokenizer, pictures, tmp_path):
     rows, _, _ = played(tokenizer, prompt(tokenizer, asked(*pictures)))
-    save_groups(tmp_path, [FinishedGroup(ordinal=0, began=0, accepted=True, rows=rows)], {})
+    save_groups(tmp_path, [SavedGroup(ordinal=0, began=0, accepted=True, rows=rows)], {})
     size = sum(map(num_bytes, rows[0].images()))
     assert (tmp_path / "images.safetensors").stat().st_size < size + 4096
     [group] = load_groups(tmp_path, {})

@@ -50,8 +50,8 @@ class Collector:
         for row in trajectories:
             exact = torch.tensor([-1.0 / (3 + row.ordinal), -1e-7])
             row.add_answer("a", torch.tensor([1, 2]), exact, weight_version=version, token_versions=torch.full((2,), version))
-            if row.ordinal in self.failing:
-                row.scored = False
+            row.scored = row.ordinal not in self.failing
+            row.finished = True
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_finished_groups_are_sampled_again_with_other_settings_or_metadata_that_
     source._rows[2][0].metadata = {"a": (1, 2)}  # a tuple would come back as a list
     resumed = killed_and_resumed(source, collector, 1, tmp_path / "b")
     assert list(resumed._rows) == [3]
-    assert "1 of 2 finished groups are not in the checkpoint" in caplog.text
+    assert "The finished rollouts of 1 of 2 groups are not in the checkpoint" in caplog.text
 
 
 def test_an_error_of_a_rollout_ends_the_run(collector):

@@ -6,7 +6,7 @@ import torch
 from rl_core.data.generation_io import SETS, SampledSets, kept_tokens
 from rl_core.errors import UserError
 from rl_train.rollouts import trajectory
-from rl_train.rollouts.records import FinishedGroup, load_groups, save_groups
+from rl_train.rollouts.records import SavedGroup, load_groups, save_groups
 from rl_train.rollouts.trajectory import Trajectory, join_segments, optimizer_batches, split_segments, to_batch
 
 
@@ -63,7 +63,7 @@ def test_batches_without_sets_have_no_column():
 
 def test_a_checkpoint_has_the_sets_of_finished_groups(tmp_path):
     rows = [rollout(0, rewritten=True), rollout(1, rewritten=False)]
-    save_groups(tmp_path, [FinishedGroup(ordinal=0, began=1, accepted=False, rows=rows)], {})
+    save_groups(tmp_path, [SavedGroup(ordinal=0, began=1, accepted=False, rows=rows)], {})
     [group] = load_groups(tmp_path, {})
     found = to_batch(group.rows)
     check(found)

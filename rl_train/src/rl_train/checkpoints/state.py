@@ -32,7 +32,7 @@ class HasFiles(Protocol):
 
     def save_files(self, folder: Path) -> None: ...
 
-    def load_files(self, folder: Path) -> None: ...
+    def load_files(self, folder: Path, *, config_changed: bool = False) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -179,10 +179,11 @@ class Checkpoints:
         for name, model in self.models.items():
             self.free_memory_for(model)
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
+        changed = bool(self.config.described_changes(state))
         for name, part in self.parts.items():
             _load_part(part, name, state, checkpoint)
             if isinstance(part, HasFiles):
-                part.load_files(checkpoint / name)
+                part.load_files(checkpoint / name, config_changed=changed)
         self.restored = state
         for name, part in self._algorithm_state.items():
             self.keep(name, part)

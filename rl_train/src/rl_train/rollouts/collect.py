@@ -386,6 +386,7 @@ class Collector:
                         activity=activity,
                     )
                     await self._play_one(row, driver, engine, activity)
+                    row.finished = True
             finally:
                 sampler.rollout_ended(position)
 

@@ -1,6 +1,6 @@
 """Finished rollouts as records for logs, with their metrics, and as files of a checkpoint.
 
-Recorded rollouts can be trained on again. A resumed run trains on the groups in its checkpoint, instead of sampling them again:
+Recorded rollouts can be trained on again. A resumed run trains on those in its checkpoint, instead of sampling them again:
 `groups.json` has everything but the tensors, and `groups.safetensors` one tensor for each dtype, with all tensors of that dtype
 one after the other, so that log-probabilities are exact. `images.safetensors` has the tensors of each image once.
 """
@@ -310,8 +310,8 @@ _log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedGroup:
-    """A group whose rollouts have ended and that is in no batch yet."""
+class SavedGroup:
+    """The finished rollouts of a group that is in no batch yet."""
 
     ordinal: int
     """The prompt's number."""
@@ -320,10 +320,10 @@ class FinishedGroup:
     accepted: bool
     """Whether it was counted and selected; otherwise, the next batch does it."""
     rows: list[Trajectory]
-    """Its G rollouts."""
+    """Those of its G rollouts that are finished."""
 
 
-def save_groups(folder: Path, groups: Sequence[FinishedGroup], limits: Mapping[str, Any]) -> None:
+def save_groups(folder: Path, groups: Sequence[SavedGroup], limits: Mapping[str, Any]) -> None:
     """Write groups to a folder; nothing without any.
 
     A group whose metadata are not JSON is left out with a warning: a resumed run samples it again.
@@ -344,8 +344,8 @@ def save_groups(folder: Path, groups: Sequence[FinishedGroup], limits: Mapping[s
             saved.append({"ordinal": group.ordinal, "began": group.began, "accepted": group.accepted, "rows": content})
     if len(saved) < len(groups):
         _log.warning(
-            "%d of %d finished groups are not in the checkpoint, because their metadata are not JSON values; a resumed run "
-            "samples them again.",
+            "The finished rollouts of %d of %d groups are not in the checkpoint, because their metadata are not JSON values; a "
+            "resumed run samples them again.",
             len(groups) - len(saved),
             len(groups),
         )
@@ -357,7 +357,7 @@ def save_groups(folder: Path, groups: Sequence[FinishedGroup], limits: Mapping[s
             save_file(tensors.images, folder / _IMAGES)
 
 
-def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
+def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[SavedGroup]:
     """The groups in a folder; none if it has none, or if they were saved with other limits, so that they may be too many.
 
     Args:
@@ -368,7 +368,7 @@ def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
         return []
     content = json.loads((folder / _JSON).read_text(encoding="utf-8"))
     if content["limits"] != dict(limits):
-        _log.info("the finished groups of the checkpoint are sampled again, because the settings of rollouts have changed")
+        _log.info("the finished rollouts of the checkpoint are sampled again, because the settings of rollouts have changed")
         return []
     tensors = load_file(folder / _TENSORS)
     images: defaultdict[str, ImageInputs] = defaultdict(ImageInputs)
@@ -376,11 +376,11 @@ def load_groups(folder: Path, limits: Mapping[str, Any]) -> list[FinishedGroup]:
         digest, _, name = key.partition(" ")
         images[digest][name] = tensor
     return [
-        FinishedGroup(
+        SavedGroup(
             ordinal=group["ordinal"],
             began=group["began"],
             accepted=group["accepted"],
-            rows=[Trajectory(**_restored(row, tensors, images)) for row in group["rows"]],
+            rows=[Trajectory(**{**_restored(row, tensors, images), "finished": True}) for row in group["rows"]],
         )
         for group in content["groups"]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from rl_train.data.prompt_sampler import SampledPrompts
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import FailureLimit, refuse_total_failure
 from rl_train.rollouts.records import (
-    FinishedGroup,
+    SavedGroup,
     environment_metrics,
     environment_times,
     failure_metrics,
@@ -27,6 +28,7 @@ from rl_train.rollouts.schedule import DeliveredVersions, Schedule, refuse_other
 from rl_train.rollouts.source import Rollouts, RolloutSource, Selection, start_rollouts
 from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
+_log = logging.getLogger("rlcore")
 _MAX_REPLACED = 10
 """A step fails once it has replaced this many times its groups."""
 
@@ -79,6 +81,8 @@ class ScheduledSource(RolloutSource):
         """The ordinals of the groups that run together."""
         self._again: list[int] = []
         """Ordinals that a resumed run begins again."""
+        self._restored: list[int] = []
+        """Ordinals of restored groups that have not been counted and selected; their missing rows are to be sampled."""
         self._replaced: list[Trajectory] = []
         """Rows of the groups that were replaced since the last batch, because they had too few scored rows."""
         self._rejected: list[Trajectory] = []
@@ -154,6 +158,8 @@ class ScheduledSource(RolloutSource):
         """Begin as many groups as the schedule allows; with staleness 0, all groups of a batch together."""
         if self._schedule.max_staleness == 0 and self._playing:
             return
+        restored, self._restored = self._restored, []
+        self._play(restored)
         count = self._schedule.space
         ordinals, self._again = self._again[:count], self._again[count:]
         if self._sampled is None:
@@ -168,17 +174,23 @@ class ScheduledSource(RolloutSource):
         if not ordinals:
             return
         rows = start_rollouts(prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
-        if not self._playing:
-            self._collector.generation.prepare_for_generation()
         version = self._weight_version() if self._schedule.exact else None
         for position, ordinal in enumerate(ordinals):
             self._schedule.begin(ordinal)
             self._rows[ordinal] = rows[position * self._group_size : (position + 1) * self._group_size]
             if version is not None:
                 self._began_with[ordinal] = version
+        self._play(ordinals)
+
+    def _play(self, ordinals: list[int]) -> None:
+        """Sample the rows of these groups that are not finished."""
+        if not ordinals:
+            return
+        if not self._playing:
+            self._collector.generation.prepare_for_generation()
         size = self._played_together(len(ordinals))
         for together in [ordinals[start : start + size] for start in range(0, len(ordinals), size)]:
-            played = [row for ordinal in together for row in self._rows[ordinal]]
+            played = [row for ordinal in together for row in self._rows[ordinal] if not row.finished]
             self._playing[self._collector.loop.start(self._collector.play(played, stream=SampleStream.TRAINING))] = together
 
     def _played_together(self, count: int) -> int:
@@ -266,7 +278,7 @@ class ScheduledSource(RolloutSource):
         return Rollouts(batch=batch, metrics=metrics, trajectories=trajectories)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; groups that are in no batch yet and not in `save_files` begin again, with the resumed run's weights."""
+        """The position; of groups in no batch yet, rows that are not in `save_files` begin again, with newer weights."""
         if self._schedule.exact:
             self.end_rollouts()
         sampled = {} if self._sampled is None else {"sampled": self._sampled.state_dict()}
@@ -296,27 +308,40 @@ class ScheduledSource(RolloutSource):
             self._failures.load_state_dict(state["failures"])
 
     def save_files(self, folder: Path) -> None:
-        """Write the groups that have ended and are in no batch yet."""
-        ended = [future for future in self._playing if future.done() and future.exception() is None]
-        ordinals = [*self._schedule.ended, *(ordinal for future in ended for ordinal in self._playing[future])]
-        accepted = set(self._schedule.ended)
+        """Write the finished rows of the groups that are in no batch yet, first of those that have ended, in that order."""
+        ended = dict.fromkeys(self._schedule.ended)
+        finished = {n: [row for row in self._rows[n] if row.finished] for n in [*ended, *self._rows]}
         groups = [
-            FinishedGroup(ordinal=n, began=self._schedule.began(n), accepted=n in accepted, rows=self._rows[n])
-            for n in ordinals
+            SavedGroup(ordinal=n, began=self._schedule.began(n), accepted=n in ended, rows=rows)
+            for n, rows in finished.items()
+            if rows
         ]
         save_groups(folder, groups, self._limits)
 
-    def load_files(self, folder: Path) -> None:
-        for group in load_groups(folder, self._limits):
+    def load_files(self, folder: Path, *, config_changed: bool = False) -> None:
+        """Continue with the finished rows; if the config has changed, all rows of an unfinished group begin again."""
+        groups = load_groups(folder, self._limits)
+        whole = [group for group in groups if len(group.rows) == self._group_size]
+        if config_changed and len(whole) < len(groups):
+            _log.info("unfinished groups of the checkpoint are sampled again, because the config has changed")
+        for group in whole if config_changed else groups:
             self._again.remove(group.ordinal)
-            self._rows[group.ordinal] = group.rows
+            self._rows[group.ordinal] = self._with_missing(group)
             self._schedule.begin(group.ordinal, at=group.began)
             if group.accepted:
                 self._schedule.end(group.ordinal)
             else:
-                ended: Future[None] = Future()
-                ended.set_result(None)
-                self._playing[ended] = [group.ordinal]
+                self._restored.append(group.ordinal)
+
+    def _with_missing(self, group: SavedGroup) -> list[Trajectory]:
+        """The rows of a group; those that are not saved have only their prompts."""
+        if len(group.rows) == self._group_size:
+            return group.rows
+        prompts = self._prompts if self._sampled is None else self._sampled
+        rows = start_rollouts(prompts.rows_of([group.ordinal]), self._group_size, ordinals=[group.ordinal])
+        for row in group.rows:
+            rows[row.sample] = row
+        return rows
 
     @property
     def _limits(self) -> dict[str, Any]:

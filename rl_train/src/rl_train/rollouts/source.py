@@ -79,8 +79,13 @@ class RolloutSource(ABC):
         """Write what is too large for `state_dict`."""
         return None
 
-    def load_files(self, folder: Path) -> None:
-        """Continue from `save_files`, after `load_state_dict`. The folder may not exist."""
+    def load_files(self, folder: Path, *, config_changed: bool = False) -> None:
+        """Continue from `save_files`, after `load_state_dict`.
+
+        Args:
+            folder: it may not exist.
+            config_changed: whether the config, or what it refers to, has changed since then.
+        """
         return None
 
     def close(self) -> None:
@@ -224,8 +229,8 @@ class MixedRolloutSource(RolloutSource):
     def save_files(self, folder: Path) -> None:
         self._sampled.save_files(folder)
 
-    def load_files(self, folder: Path) -> None:
-        self._sampled.load_files(folder)
+    def load_files(self, folder: Path, *, config_changed: bool = False) -> None:
+        self._sampled.load_files(folder, config_changed=config_changed)
 
     def close(self) -> None:
         self._sampled.close()

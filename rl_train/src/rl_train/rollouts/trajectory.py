@@ -94,6 +94,8 @@ class Trajectory:
     """Whether a limit truncated the last turn."""
     done: bool = False
     """Whether the environment or a limit has ended it."""
+    finished: bool = False
+    """Whether it was played to its end; nothing changes it afterwards, so a checkpoint may contain it."""
     turns: int = 0
     """Number of sampled turns."""
     answer: str | None = None
@@ -491,10 +493,6 @@ def rollout_seed(run_seed: int, stream: SampleStream, *, ordinal: int, sample: i
 
 
 def sample_seed(*parts: int) -> int:
-    """A seed in [0, 2^63): a hash of integers.
-
-    Args:
-        parts: integers that identify the draw, each within 64 bits.
-    """
+    """A seed in [0, 2^63): a hash of integers that identify the draw, each within 64 bits."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
