@@ -18,14 +18,25 @@ class Counter:
         self.count = state["count"]
 
 
+class Rollouts(Counter):
+    """A part with files, and with what was reported when they were loaded."""
+
+    def save_files(self, folder):
+        folder.mkdir()
+        (folder / "rows.txt").write_text(str(self.count))
+
+    def load_files(self, folder, *, config_changed=False):
+        self.loaded = int((folder / "rows.txt").read_text()), config_changed
+
+
 @pytest.fixture
 def checkpoints(tmp_path):
-    def make():
+    def make(part=None, **values):
         return Checkpoints(
             store=CheckpointStore(tmp_path),
             models={},
-            parts={"rollouts": Counter()},
-            config=ComparedConfig(values={"mine": {"max_num_steps": 3}}, algorithm="mine"),
+            parts={"rollouts": part or Counter()},
+            config=ComparedConfig(values={"mine": {"max_num_steps": 3, **values}}, algorithm="mine"),
             save_optimizer=True,
             tokenizer=None,
         )
@@ -61,3 +72,13 @@ def test_components_missing_in_a_checkpoint_start_fresh_and_cannot_use_reserved_
     again.keep("another", part)
     again.keep("rollouts", own)
     assert (part.count, own.count, again.parts["rollouts"].count) == (0, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("now", "is_change"), [({"seed": 1}, False), ({"seed": 2}, True), ({"seed": 1, "max_num_steps": 4}, False)]
+)
+def test_loading_files_reports_whether_the_config_has_changed(checkpoints, now, is_change):
+    part = Rollouts()
+    written = checkpoints(part, seed=1).save(1, {})
+    checkpoints(part, **now).restore(written, allow_config_change=True)
+    assert part.loaded == (0, is_change)
