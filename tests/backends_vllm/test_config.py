@@ -199,7 +199,7 @@ def test_the_running_engine_has_them(engines, readable, tmp_path):
         "device": "cpu",
         "precision": "bfloat16",
         "reads_text": True,
-        "row_options": ["top_logprobs", "stop_token_ids", "json_schema"],
+        "row_options": ["top_logprobs", "prompt_logprobs", "stop_token_ids", "json_schema"],
         "streams_tokens": True,
     }
     config = engine.group.worker._running.config

@@ -77,8 +77,25 @@ def test_a_schema_that_cannot_be_used_leaves_the_rows_of_other_requests(engines)
 
 def test_unknown_options_are_refused(engines):
     with pytest.raises(
-        NotSupportedError, match=r"does not support min_p .*Supported: json_schema, stop_token_ids, top_logprobs\."
+        NotSupportedError, match=r"does not support min_p .*Supported: json_schema, prompt_logprobs, stop_token_ids, top_logprobs\."
     ):
         engines(max_new_tokens=8).generate(rows({"min_p": 0.1}))
     with pytest.raises(NotSupportedError, match="samples all rows at one temperature"):
         engines(max_new_tokens=8).generate(rows({"temperature": 0.1}))
+
+
+def test_a_row_has_the_log_probabilities_of_its_prompt_if_it_asks_for_them(engine, plain):
+    output = engine.generate(rows({"prompt_logprobs": 2}, None, {"prompt_logprobs": 0}))
+    assert [scores and [len(position) for position in scores] for scores in output["prompt_logprobs"]] == [
+        [0, 3, 3],
+        None,
+        [0, 1, 1],
+    ]
+    with torch.no_grad():
+        expected = plain(torch.tensor([[5, 6, 7]])).logits[0, :2].log_softmax(-1)
+    top = expected.topk(2)
+    for at, (own, *likely) in enumerate(output["prompt_logprobs"][0][1:]):
+        assert (own[0], [token for token, _ in likely]) == (6 + at, top.indices[at].tolist())
+        found = torch.tensor([own[1], *(logprob for _, logprob in likely)])
+        exact = torch.cat([expected[at, 6 + at].reshape(1), top.values[at]])
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)  # two float32 implementations

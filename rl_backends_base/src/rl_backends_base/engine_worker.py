@@ -11,7 +11,7 @@ import torch
 from rl_backends_base.adapters import add_adapters
 from rl_backends_base.config import TokenwiseConfig
 from rl_backends_base.row_sampler import Results, RowSampler, TokenModel
-from rl_backends_base.token_choice import ROW_OPTIONS, SamplingParameters
+from rl_backends_base.token_choice import SamplingParameters
 from rl_core.backend import (
     BatchedDataDict,
     GenerationFacts,
@@ -136,7 +136,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
             "device": self.context.device,
             "reads_text": tokenizer is not None,
             "reads_sampling": True,
-            "row_options": ROW_OPTIONS,
+            "row_options": self._sampler.row_options,
             "streams_tokens": True,
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             **facts,  # type: ignore[typeddict-item]

@@ -27,6 +27,7 @@ from rl_core.backend import (
 )
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import to_device
+from rl_core.data.generation_io import PROMPT_LOGPROBS
 from rl_core.errors import InvalidComponentError, NonFiniteError, RLCoreError
 
 _PAUSED_WAIT_S: Final = 0.01
@@ -45,6 +46,8 @@ class TokenModel(ABC):
 
     max_batch_rows: int = 256
     """Maximum number of rows in flight; further rows wait."""
+    scores_prompts: bool = False
+    """Whether `prefill` sets `Row.prompt_scores` of rows with `lacks_prompt_scores`; other models refuse such rows."""
 
     @abstractmethod
     def prefill(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -123,6 +126,7 @@ class RowSampler:
         reads_images: whether the model reads the images of a row (`Prompt.images`).
 
     Attributes:
+        row_options: options that rows may have, besides temperature, top-p and top-k.
         batch: rows of the latest `generate` call, which other threads may read.
     """
 
@@ -143,12 +147,13 @@ class RowSampler:
         self.tokenizer, self.batch = tokenizer, list[Row]()
         self._model, self._config, self._end_ids = model, config, end_ids
         self._parameters = parameters or SamplingParameters.of(config)
+        self.row_options = (*ROW_OPTIONS, *((PROMPT_LOGPROBS,) if model.scores_prompts else ()))
         self._reader = PromptReader(
             LengthLimits(vocab_size=vocab_size, max_model_len=max_model_len, max_new_tokens=config.max_new_tokens),
             stop_strings=config.stop_strings or (),
             reads_text=tokenizer is not None,
             reads_sampling=True,
-            row_options=ROW_OPTIONS,
+            row_options=self.row_options,
             reads_images=reads_images,
             seed=seed,
             rank=rank,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from rl_backends_base.token_choice import LIKELY_TOKENS, STOP_TOKENS, SamplingParameters
-from rl_core.data.generation_io import SETS, Completion, SampledRow, SampledSets, joined_sets
+from rl_core.data.generation_io import PROMPT_LOGPROBS, SETS, Completion, SampledRow, SampledSets, joined_sets
 from rl_core.data.tokenizer import decode
 from rl_core.errors import RLCoreError
 
@@ -23,6 +23,7 @@ class Row(SampledRow):
         parameters: the distribution of its tokens.
         likely: the most likely tokens at each position, if it asks for them.
         sets: words of the set that each token was drawn from, if it asks for them.
+        prompt_scores: `prompt_logprobs` of `GenerationOutputSpec`, once they are computed, if it asks for them.
         scanner: searches for stop strings; None if there are none.
         session: conversation that it continues, whose keys and values are kept.
         streams: whether it is returned while it is sampled.
@@ -36,6 +37,7 @@ class Row(SampledRow):
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     likely: list[list[tuple[int, float]]] = field(default_factory=list)
     sets: list[torch.Tensor] = field(default_factory=list)
+    prompt_scores: list[list[tuple[int, float]]] | None = None
     scanner: StopStringScanner | None = None
     session: str | None = None
     streams: bool = False
@@ -65,6 +67,17 @@ class Row(SampledRow):
         return bool(self.prompt.sampling.get(SETS))
 
     @property
+    def num_prompt_likely(self) -> int | None:
+        """Number of most likely tokens that it asks for at each token of its prompt; None unless it asks for their scores."""
+        value = self.prompt.sampling.get(PROMPT_LOGPROBS)
+        return None if value is None else int(value)
+
+    @property
+    def lacks_prompt_scores(self) -> bool:
+        """Whether it asks for the log-probabilities of its prompt, and they are not computed yet."""
+        return self.num_prompt_likely is not None and self.prompt_scores is None
+
+    @property
     def has_ended(self) -> bool:
         """Whether a stop or the limit has ended it."""
         return self.stopped or len(self.tokens) >= self.prompt.limit
@@ -83,7 +96,13 @@ class Row(SampledRow):
         """The row with its tokens so far, at least one."""
         completion = self.completion(weight_version=self.versions[0])
         likely = self.likely if self.num_likely else None
-        return replace(completion, token_versions=self.versions, top_logprobs=likely, sampled_sets=self._sampled_sets())
+        return replace(
+            completion,
+            token_versions=self.versions,
+            top_logprobs=likely,
+            sampled_sets=self._sampled_sets(),
+            prompt_logprobs=self.prompt_scores,
+        )
 
     def _sampled_sets(self) -> SampledSets | None:
         if not self.wants_sets:

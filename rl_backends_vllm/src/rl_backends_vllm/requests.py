@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_core.data.generation_io import Completion, Prompt, mix
+from rl_core.data.generation_io import PROMPT_LOGPROBS, Completion, Prompt, mix
 from rl_core.errors import DataError, RLCoreError
 
 GREEDY_TEMPERATURE = "rlcore_greedy_temperature"
@@ -55,6 +55,7 @@ class SamplingSettings:
             stop=strings or None,
             stop_token_ids=sorted(self.end_ids.union(prompt.sampling.get("stop_token_ids") or ())),
             logprobs=prompt.sampling.get("top_logprobs", 0),
+            prompt_logprobs=prompt.sampling.get(PROMPT_LOGPROBS),
             flat_logprobs=True,
             detokenize=bool(strings),
             skip_special_tokens=False,
@@ -117,6 +118,7 @@ def completion_of(output: Any, *, prompt: Sequence[int]) -> Completion:
         weight_version=min(versions),
         token_versions=versions,
         top_logprobs=alternatives,
+        prompt_logprobs=None if output.prompt_logprobs is None else _positions(output.prompt_logprobs),
     )
 
 
@@ -131,13 +133,17 @@ def _scores(flat: Any) -> tuple[list[float], _Alternatives | None]:
     ends = list(flat.end_indices)
     if not ends or ends[-1] == len(ends):
         return flat.logprobs[: len(ends)], None
-    # The sampled token comes first, followed by the most likely ones, among which it may be again.
-    positions = [
-        list(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
-        for start, end in zip(flat.start_indices, ends, strict=False)
-    ]
+    positions = _positions(flat)
     logprobs = [logprob for (_, logprob), *_ in positions]
     return logprobs, [[top for top in position[1:] if top[1] > -math.inf] for position in positions]
+
+
+def _positions(flat: Any) -> _Alternatives:
+    """Each token with its log-probability, followed by the most likely ones, among which it may be again."""
+    return [
+        list(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=False)
+    ]
 
 
 def row_error(error: BaseException) -> RLCoreError | None:

@@ -124,7 +124,8 @@ class VllmGenerationWorker(GenerationWorker):
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
         reads_images = config.reads_images(files.hf_config)
-        row_options = ["top_logprobs", "stop_token_ids", *(["json_schema"] if files.tokenizer_path is not None else [])]
+        row_options = ["top_logprobs", "prompt_logprobs", "stop_token_ids"]
+        row_options += ["json_schema"] if files.tokenizer_path is not None else []
         self._reader = PromptReader(
             LengthLimits(
                 vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len, max_new_tokens=config.max_new_tokens

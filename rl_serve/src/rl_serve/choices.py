@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from rl_serve.chat_format import AssistantMessage, ChatFormat, OfferedTools
 from rl_serve.engine import SampledRow, TokenizerThreads
@@ -136,18 +136,31 @@ def usage(plan: SamplingPlan, rows: Mapping[int, SampledRow]) -> dict[str, int]:
     return token_counts(prompt, sum(len(row.token_ids) for row in rows.values()))
 
 
+_LEAST_LOGPROB: Final = -9999.0
+"""Instead of an infinite one, which JSON cannot have, as in vLLM's API: a token of a prompt may have probability 0."""
+
+
 @dataclass(kw_only=True)
 class CompletionChoices(Choices):
     """The choices of `/v1/completions`.
 
     Attributes:
-        echoed: text of each prompt, with which the texts of its choices begin; empty for none.
+        echoed: text of each prompt, with which the texts of its choices begin, and the number of tokens before the text, which
+            the server has added; empty for none.
+        only_echo: whether choices have the prompt alone, without the token that the engine samples.
     """
 
     whole_kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
-    echoed: Sequence[str] = ()
+    echoed: Sequence[tuple[str, int]] = ()
+    only_echo: bool = False
     _offsets: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    async def response(self, rows: Mapping[int, SampledRow], *, model: str, threads: TokenizerThreads) -> dict[str, Any]:
+        if self.only_echo:
+            none: dict[str, Any] = {"token_ids": [], "logprobs": [], "top_logprobs": None, "truncated": True}
+            rows = {index: replace(row, **none) for index, row in rows.items()}
+        return await super().response(rows, model=model, threads=threads)
 
     def whole(self, index: int, row: SampledRow) -> dict[str, Any]:
         return self._choice(index, row, self._echo(index) + self.text(index, row))
@@ -160,12 +173,14 @@ class CompletionChoices(Choices):
         return choice
 
     def _echo(self, index: int) -> str:
-        return self.echoed[index // self.plan.n] if self.echoed else ""
+        return self.echoed[index // self.plan.n][0] if self.echoed else ""
 
     def _choice(self, index: int, row: SampledRow, text: str, *, offset: int = 0) -> dict[str, Any]:
         """A choice; `offset` is the number of characters before the tokens."""
         choice = {"index": index, "text": text, **self._common(index, row)}
-        if self.logprobs:
+        if self.logprobs and row.prompt_logprobs is not None:
+            choice["logprobs"] = self._echoed_logprobs(index, row, row.prompt_logprobs)
+        elif self.logprobs:
             tokens = token_texts(self.tokenizer, row.token_ids, before=row.before)
             *offsets, _ = accumulate(map(len, tokens), initial=offset)
             choice["logprobs"] = {
@@ -176,11 +191,30 @@ class CompletionChoices(Choices):
             }
         return choice
 
+    def _echoed_logprobs(self, index: int, row: SampledRow, scores: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any]:
+        """`logprobs` of prompt and completion; null for the first token, and the likely ones of the prompt with the token."""
+        prompt, (_, added) = self.plan.rows[index].prompt, self.echoed[index // self.plan.n]
+        # The token itself comes last: another one with the same text, a part of a character, has at least its probability.
+        likely = [[*others, *own] for own, others in ((scored[:1], scored[1:]) for scored in scores)]
+        whole = replace(
+            row,
+            token_ids=[*prompt, *row.token_ids],
+            top_logprobs=[*likely, *(row.top_logprobs or [[] for _ in row.token_ids])],
+        )
+        tokens, texts = token_texts(self.tokenizer, whole.token_ids), self._likely_texts(whole)
+        lengths = [0 if number < added else len(token) for number, token in enumerate(tokens)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None, *(max(scored[0][1], _LEAST_LOGPROB) for scored in scores[1:]), *row.logprobs],
+            "top_logprobs": None if texts is None else [None, *texts[1:]],
+            "text_offset": list(accumulate(lengths, initial=0))[:-1],
+        }
+
     def _likely_texts(self, row: SampledRow) -> list[dict[str, float]] | None:
         """Text to log-probability of the most likely tokens; the first of those with equal texts (parts of characters)."""
         if not self.top_logprobs:
             return None
-        return [{text: logprob for _, text, logprob in reversed(likely)} for likely in self._likely(row)]
+        return [{text: max(x, _LEAST_LOGPROB) for _, text, x in reversed(likely)} for likely in self._likely(row)]
 
 
 @dataclass(kw_only=True)

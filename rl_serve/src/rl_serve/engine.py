@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import PROMPT_LOGPROBS
 from rl_core.data.images import RowImage
 from rl_core.errors import EngineDiedError, NotSupportedError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.event_loop import EventLoopThread, in_thread
@@ -64,6 +65,8 @@ class SampledRow:
     """Tokens of the completion before these."""
     top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
     """The most likely tokens at each position and their log-probabilities, in descending order, if they were requested."""
+    prompt_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    """The same for the tokens of the prompt, each after the token itself, as in `GenerationOutputSpec`."""
 
 
 class EngineClosedError(RLCoreError):
@@ -272,6 +275,7 @@ def _row_of(output: BatchedDataDict[Any], row: int, start: int) -> SampledRow:
         weight_version=int(output["weight_version"][row]),
         is_finished="unfinished" not in output,
         top_logprobs=output["top_logprobs"][row] if "top_logprobs" in output else None,
+        prompt_logprobs=output[PROMPT_LOGPROBS][row] if PROMPT_LOGPROBS in output else None,
     )
 
 

@@ -95,7 +95,15 @@ class LocalRoutes:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete texts or token ids."""
         prompts = await self._threads.run(self._prompts_of, body)
-        plan = self._plan(body, prompts, n=body.n, max_tokens=body.max_tokens, top_logprobs=body.logprobs or 0)
+        only_echo = body.max_tokens == 0
+        plan = self._plan(
+            body,
+            prompts,
+            n=body.n,
+            max_tokens=1 if only_echo else body.max_tokens,
+            top_logprobs=body.logprobs or 0,
+            prompt_logprobs=body.echo and body.logprobs is not None,
+        )
         choices = CompletionChoices(
             tokenizer=self._model.tokenizer,
             plan=plan,
@@ -103,6 +111,7 @@ class LocalRoutes:
             top_logprobs=bool(body.logprobs),
             token_ids=body.return_token_ids,
             echoed=await self._threads.run(self._texts_of, body, prompts) if body.echo else (),
+            only_echo=only_echo,
         )
         return self._stream(body, choices) if body.stream else JSONResponse(await self._whole(choices, request))
 
@@ -267,13 +276,15 @@ class LocalRoutes:
         tokenizer = self._model.tokenizer
         return [*(start_tokens(tokenizer) if body.add_special_tokens else ()), *encode(text, tokenizer)]
 
-    def _texts_of(self, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each prompt, as it was sent or decoded."""
+    def _texts_of(self, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
+        """The text of each prompt, as it was sent or decoded, and the number of tokens that were put before it."""
         given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = given if len(given) == len(prompts) else [None] * len(prompts)  # one prompt of token ids
         tokenizer = self._model.tokenizer
+        added = len(start_tokens(tokenizer)) if body.add_special_tokens else 0
         return [
-            text if isinstance(text, str) else decode(tokenizer, prompt) for text, prompt in zip(texts, prompts, strict=True)
+            (text, added) if isinstance(text, str) else (decode(tokenizer, prompt), 0)
+            for text, prompt in zip(texts, prompts, strict=True)
         ]
 
     async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:

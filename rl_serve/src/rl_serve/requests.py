@@ -230,20 +230,23 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompts
     """One or several prompts, as text or as token ids."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a completion; by default the server's limit."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Maximum number of tokens of a completion; by default the server's limit. With `echo` 0 is allowed: the prompt alone."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     """Number of most likely tokens to return log-probabilities of at each position; 0 returns those of the sampled tokens."""
     echo: bool = False
-    """Whether the text of a choice begins with its prompt; not with `logprobs`."""
+    """Whether the text of a choice begins with its prompt, and its `logprobs` with those of the prompt's tokens."""
     add_special_tokens: bool = True
     """Whether a text begins with the tokens that the tokenizer puts before texts, such as a beginning-of-sequence token."""
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.echo and self.logprobs is not None:
-            text = "echo cannot be combined with logprobs: the engine does not report log-probabilities of the prompt."
-            raise ApiError(400, text, param="echo", code="unsupported_parameter")
+        if self.max_tokens == 0 and not self.echo:
+            text = "max_tokens must be at least 1. With `echo: true` it may be 0, for the prompt alone."
+            raise ApiError(400, text, param="max_tokens")
+        if self.stream and self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            text = f"echo with {'max_tokens: 0' if self.logprobs is None else 'logprobs'} cannot be streamed. Remove stream."
+            raise ApiError(400, text, param="stream", code="unsupported_parameter")
 
 
 class ChatMessage(BaseModel):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl_core.data.generation_io import PROMPT_LOGPROBS
 from rl_core.data.images import RowImage
 from rl_core.plugins.component import Capability
 from rl_serve.engine import SamplingRow
@@ -74,6 +75,7 @@ def plan_sampling(
     max_tokens: int | None,
     names: ParameterNames | None = None,
     top_logprobs: int = 0,
+    prompt_logprobs: bool = False,
     json_schema: Mapping[str, Any] | None = None,
     images: Sequence[RowImage] = (),
 ) -> SamplingPlan:
@@ -88,6 +90,7 @@ def plan_sampling(
         max_tokens: new tokens per completion; None for the engine's default, or as many as fit.
         names: names of the parameters; by default those of `/v1/completions`.
         top_logprobs: number of most likely tokens to return at each position.
+        prompt_logprobs: whether to return log-probabilities of the prompt's tokens too, and the same number of most likely ones.
         json_schema: what completions must fit; None for any text.
         images: the images in the only prompt.
 
@@ -116,6 +119,11 @@ def plan_sampling(
     if top_logprobs:
         refuse_without(model, Capability.TOP_LOGPROBS, names.top_logprobs)
         options["top_logprobs"] = top_logprobs
+    if prompt_logprobs:
+        if PROMPT_LOGPROBS not in model.row_options:
+            reason = f"the generation backend {model.backend!r} does not report log-probabilities of the prompt. Remove one."
+            raise ApiError(400, f"echo with logprobs: {reason}", param="echo", code="unsupported_parameter")
+        options[PROMPT_LOGPROBS] = top_logprobs
     if json_schema is not None:
         options["json_schema"] = json_schema
     refuse_many_rows(limits, len(prompts), n)

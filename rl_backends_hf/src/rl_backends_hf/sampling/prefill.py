@@ -8,9 +8,9 @@ so nothing is copied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rl_backends_base.rows import Row
 from rl_backends_hf.cpu_attention import is_plain, refuse_ignored
 from rl_backends_hf.pictures import Pictures, call_with_pictures, has_rope_grid, rope_positions
 from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
 from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup
 from rl_backends_hf.sampling.shared_prompts import attend_by_products, prefers_products
+from rl_backends_hf.scoring.probe import refusing_errors, tolerance
+from rl_backends_hf.scoring.token_scoring import chunked_scores, logit_transform
 from rl_backends_hf.transformers_internals import attention_of, cache_keyword, layers_of, takes_other_attention
 from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NotSupportedError
+
+
+_SCORED_LOGITS: Final = 2**24
+"""Number of logits that exist at one time while prompts are scored: 64 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +64,10 @@ class PrefillPlan:
         return (len(self.groups) + 1) * max(len(each.prompt) for each in (*self.groups, group)) <= max_tokens
 
 
-def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, DynamicCache]:
-    """Logits [N, V] of the token after each group's prompt, and keys and values.
+def prefill(
+    model: PreTrainedModel, plan: PrefillPlan, scorer: PromptScorer | None = None
+) -> tuple[torch.Tensor, DynamicCache]:
+    """Logits [N, V] of the token after each group's prompt, and keys and values; `scorer` sets the scores of prompts.
 
     The cache has left-padded columns of the prefixes, if there are any, and then left-padded columns of new tokens. `Row.state`
     becomes the distance from the number of a token to its position, for rows with images that change it.
@@ -91,9 +100,83 @@ def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, Dy
         "logits_to_keep": to_device(torch.tensor([width - 1]), device),
     }
     on_device = to_device(ids, device)
-    if pictures is None:
-        return model(input_ids=on_device, **arguments).logits[:, -1], cache
-    return call_with_pictures(model, model, on_device, pictures, **arguments).logits[:, -1], cache
+    with nullcontext() if scorer is None else scorer.scoring(plan, width=width):
+        if pictures is None:
+            return model(input_ids=on_device, **arguments).logits[:, -1], cache
+        return call_with_pictures(model, model, on_device, pictures, **arguments).logits[:, -1], cache
+
+
+class PromptScorer:
+    """Computes the log-probabilities of prompts from the hidden states of their prefill, with few logits at one time.
+
+    Args:
+        model: a causal LM whose logits are those of its LM head on its backbone's last hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._backbone, self._head = model.base_model, model.get_output_embeddings()
+        self._transform = logit_transform(model.config, temperature=1.0)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> PromptScorer | None:
+        """The scorer of a model; None if a few tokens show that its logits are computed in another way."""
+        head, hidden = model.get_output_embeddings(), list[torch.Tensor]()
+        if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+            return None
+        scorer = cls(model)
+        embedding = model.get_input_embeddings().weight
+        ids = (torch.arange(4, device=embedding.device) % len(embedding)).unsqueeze(0)
+        with torch.no_grad(), refusing_errors(model, "be sampled from; use another generation backend"):
+            with scorer._hidden_states(hidden):
+                logits = model(input_ids=ids, use_cache=False).logits.float()
+            if [states.shape[-1] for states in hidden] != [head.in_features]:
+                return None
+            own = scorer._transform(head(hidden[0]))
+        difference = float((own.log_softmax(dim=-1) - logits.log_softmax(dim=-1)).abs().max())
+        return scorer if difference <= tolerance(model.dtype) else None
+
+    @contextmanager
+    def scoring(self, plan: PrefillPlan, *, width: int) -> Iterator[None]:
+        """Score the prompts of rows that lack their scores with the forward pass in the block, of `width` columns."""
+        lacking = [[row for row in group.rows if row.lacks_prompt_scores] for group in plan.groups]
+        if not any(lacking):
+            yield
+            return
+        hidden = list[torch.Tensor]()
+        with self._hidden_states(hidden):
+            yield
+        for rows, states, group in zip(lacking, hidden[0], plan.groups, strict=True):
+            if rows:
+                self._score(rows, states[width - len(group.prompt) :])
+
+    def _score(self, rows: Sequence[Row], hidden: torch.Tensor) -> None:
+        """Set the scores of rows with the same tokens, whose hidden states are [T, H]."""
+        prompt, most = rows[0].prompt.tokens, max(row.num_prompt_likely or 0 for row in rows)
+        ids, logprobs = chunked_scores(
+            hidden[: len(prompt) - 1],
+            self._head,
+            to_device(torch.tensor(prompt[1:], dtype=torch.int64), hidden.device),
+            k=min(most, self._head.out_features),
+            transform=self._transform,
+            chunk=max(1, _SCORED_LOGITS // self._head.out_features),
+        )
+        scores = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+        for row in rows:
+            row.prompt_scores = [[], *(scored[: 1 + (row.num_prompt_likely or 0)] for scored in scores)]
+
+    @contextmanager
+    def _hidden_states(self, hidden: list[torch.Tensor]) -> Iterator[None]:
+        """Append the backbone's last hidden states [N, T, H] of each forward pass in the block."""
+
+        def append(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(states := getattr(output, "last_hidden_state", None), torch.Tensor):
+                hidden.append(states)
+
+        handle = self._backbone.register_forward_hook(append)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def _with_coordinates(model: PreTrainedModel, plan: PrefillPlan, positions: torch.Tensor) -> torch.Tensor:

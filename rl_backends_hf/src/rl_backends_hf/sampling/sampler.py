@@ -20,7 +20,7 @@ from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.pictures import attends_within_pictures, has_rope_grid, reads_images
 from rl_backends_hf.sampling.kv_cache import CacheBudget, SlotCache
 from rl_backends_hf.sampling.packed_linears import packed_linears
-from rl_backends_hf.sampling.prefill import AttentionLayout, PrefillPlan, decoding_attention, prefill
+from rl_backends_hf.sampling.prefill import AttentionLayout, PrefillPlan, PromptScorer, decoding_attention, prefill
 from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, SessionCache, group_by_prompt, identity
 from rl_backends_hf.sampling.shared_prompts import PromptSharing, prefers_products
 from rl_backends_hf.scoring.probe import refusing_errors, tolerance
@@ -56,7 +56,8 @@ class SlotRows(TokenModel):
             NotSupportedError: the cache does not support the model's attention.
         """
         self.model, hf = model, config.hf_cfg
-        self._layout = AttentionLayout.of(model)
+        self._layout, self._scorer = AttentionLayout.of(model), PromptScorer.of(model)
+        self.scores_prompts = self._scorer is not None
         self._sharing = PromptSharing.of(model, window=self._layout.window)
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise NotSupportedError(
@@ -101,7 +102,7 @@ class SlotRows(TokenModel):
         groups, logits = group_by_prompt(rows), list[torch.Tensor]()
         first = len(self._slots)
         for plan in self._plans(groups):
-            computed, prefilled = prefill(self.model, plan)
+            computed, prefilled = prefill(self.model, plan, self._scorer)
             sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
             begun = [row for group in plan.groups for row in group.rows]
             shared = [] if plan.prefixes else [index for index, group in enumerate(plan.groups) if self._shared_tokens(group)]
@@ -129,6 +130,8 @@ class SlotRows(TokenModel):
     def _prefix_of(self, group: PromptGroup) -> CachedPrefix | None:
         """The longest prefix that the sessions of the group's rows have left."""
         kept = [self.sessions.take(row.session) for row in group.rows if row.session is not None]
+        if any(row.lacks_prompt_scores for row in group.rows):
+            return None  # the hidden states of earlier tokens are not kept
         prefixes = [prefix.of(group.prompt) for prefix in kept if prefix is not None]
         best = max(prefixes, key=lambda prefix: len(prefix.tokens), default=None)
         if best is not None and self._whole_pictures and any(image.end > len(best.tokens) for image in group.images):

@@ -6,7 +6,7 @@ them exist at one time, in the forward and the backward pass, which recomputes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -194,6 +194,39 @@ def chunked_topk_logprobs(
             top, ids[rows] = torch.topk(logits, k, dim=-1)
             logprobs[rows] = top - _log_normalizer(logits)
     return ids, logprobs
+
+
+def chunked_scores(
+    hidden: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    targets: torch.Tensor,
+    *,
+    k: int,
+    transform: LogitTransform,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target token and the `k` most likely ones, most likely first, from one pass over the logits, without a gradient.
+
+    Args:
+        hidden: [N, H] last hidden states, one per predicted token.
+        head: the LM head: from [n, H] to [n, V].
+        targets: [N] int64 token ids.
+        k: number of most likely tokens; may be 0.
+        transform: from the head's output to logits.
+        chunk: rows of logits that exist at one time.
+
+    Returns:
+        Token ids [N, 1 + k] int64 and their log-probabilities [N, 1 + k] float32, in nats.
+    """
+    ids, logprobs = [targets.new_empty(0, 1 + k)], [hidden.new_empty(0, 1 + k, dtype=torch.float32)]
+    with torch.no_grad():
+        for start in range(0, len(hidden), chunk):
+            logits = transform(head(hidden[start : start + chunk]))
+            tokens = targets[start : start + chunk].unsqueeze(1)
+            top, likely = torch.topk(logits, k, dim=-1)
+            ids.append(torch.cat([tokens, likely], dim=1))
+            logprobs.append(torch.cat([logits.gather(1, tokens), top], dim=1) - _log_normalizer(logits))
+    return torch.cat(ids), torch.cat(logprobs)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform) -> torch.Tensor:

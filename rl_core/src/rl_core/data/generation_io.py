@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling", "images")
 _TEMPERATURE = frozenset({"temperature", "top_p", "top_k"})
-SETS = "sampled_sets"
+SETS, PROMPT_LOGPROBS = "sampled_sets", "prompt_logprobs"
 MOST_SET_IDS = 1024
 """Largest set of kept tokens that is held as ids; a larger one is a bit mask."""
 
@@ -110,6 +110,7 @@ class Completion:
         token_versions: version of each sampled token; None if all have `weight_version`.
         top_logprobs: the most likely tokens at each position, if they were requested.
         sampled_sets: of all tokens of the row, if they were requested.
+        prompt_logprobs: of the prompt's tokens, as in `GenerationOutputSpec`, if they were requested.
     """
 
     prompt: Sequence[int]
@@ -120,6 +121,7 @@ class Completion:
     token_versions: Sequence[int] | None = None
     top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
     sampled_sets: SampledSets | None = None
+    prompt_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -254,12 +256,12 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
 
     Args:
         completions: the rows.
-        has_options: whether the call has the column `sampling`; its output then has `top_logprobs` and `sampled_sets` even if
-            no row requested them, so that all parts of a call have the same columns.
+        has_options: whether the call has the column `sampling`; its output then has `top_logprobs`, `prompt_logprobs` and
+            `sampled_sets` even if no row requested them, so that all parts of a call have the same columns.
     """
     has_alternatives = has_options or any(row.top_logprobs is not None for row in completions)
     alternatives = [None if row.top_logprobs is None else [list(top) for top in row.top_logprobs] for row in completions]
-    sets = [row.sampled_sets for row in completions]
+    sets, scores = [row.sampled_sets for row in completions], [row.prompt_logprobs for row in completions]
     lengths = [len(row.prompt) + len(row.tokens) for row in completions]
     output_ids = torch.full((len(completions), max(lengths, default=0)), int(pad_value("output_ids")), dtype=torch.int64)
     logprobs, versions = torch.zeros(output_ids.shape, dtype=torch.float32), torch.full(output_ids.shape, -1)
@@ -277,6 +279,7 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
             "weight_version": torch.tensor([row.weight_version for row in completions], dtype=torch.int64),
             "token_versions": versions,
             **({"top_logprobs": alternatives} if has_alternatives else {}),
+            **({PROMPT_LOGPROBS: scores} if has_options or any(each is not None for each in scores) else {}),
             **({SETS: sets} if has_options or any(each is not None for each in sets) else {}),
         }
     )

@@ -124,6 +124,13 @@ _TABLE = (
         "sampling", "list", "", "servers", "dict or None: options of the row, such as its temperature, replacing the engine's."
     ),
     _rows("top_logprobs", "list", _NATS, "generation", "list or None: (id, log-prob) of the most likely tokens, by position."),
+    _rows(
+        "prompt_logprobs",
+        "list",
+        _NATS,
+        "generation",
+        "list or None: (id, log-prob) of each token of the prompt and of the most likely ones.",
+    ),
     _rows("sampled_sets", "list", "", "generation, rollouts", "SampledSets or None: what top-p, top-k and min-p have kept."),
     _rows("stream_tokens", "bool", "", "servers", "The row is also returned while it is sampled."),
     _rows("unfinished", "bool", "", "generation", "True in the output of a row that is still sampled; absent otherwise."),

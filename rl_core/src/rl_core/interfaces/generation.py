@@ -35,8 +35,9 @@ class GenerationDatumSpec(TypedDict):
     sampling: NotRequired[list[dict[str, Any] | None]]
     """Options of single rows; None or an absent key for none. `temperature`, `top_p` and `top_k` replace the engine's, if its
     facts have `reads_sampling`. The facts name further options in `row_options`, see `docs/batch_keys.md`, such as
-    `top_logprobs`, the number of alternatives to report at each position, `sampled_sets`, true to return them, and
-    `json_schema`, which every completion that ends by itself fits. Engines raise NotSupportedError for other options."""
+    `top_logprobs`, the number of alternatives to report at each position, `prompt_logprobs`, the same for the prompt's tokens,
+    `sampled_sets`, true to return them, and `json_schema`, which every completion that ends by itself fits. Engines raise
+    NotSupportedError for other options."""
     session_ids: NotRequired[list[str | None]]
     """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
@@ -77,6 +78,10 @@ class GenerationOutputSpec(TypedDict):
     """The most likely tokens at each position of the completion, as (id, log-probability) in descending order; None for rows
     that did not request them (`sampling`). Probabilities are those of the distribution that the token was sampled from, and
     tokens of probability 0 are left out. Absent if no row requested them."""
+    prompt_logprobs: NotRequired[list[list[list[tuple[int, float]]] | None]]
+    """For each token of the prompt, (id, log-probability) of the token and then of the most likely ones in descending order;
+    nothing for the first token; None for rows that did not request them (`sampling`). Probabilities are those of the model
+    itself: at temperature 1, without penalties and filters. Absent if no row requested them."""
     sampled_sets: NotRequired[list[SampledSets | None]]
     """The tokens that each token was sampled from, the sampled one included; None for rows that did not request them."""
     messages: NotRequired[list[list[Message]]]

@@ -25,7 +25,7 @@ from rl_core.plugins.manager import installed_plugins
 
 _GENERATED = tuple(
     GenerationOutputSpec.__annotations__.keys()
-    - {"failures", "messages", "token_versions", "top_logprobs", "sampled_sets", "unfinished"}
+    - {"failures", "messages", "token_versions", "top_logprobs", "prompt_logprobs", "sampled_sets", "unfinished"}
 )
 _ROW_KEYS = ("output_ids", "logprobs", "generation_lengths", "unpadded_sequence_lengths", "truncated", "weight_version")
 assert {*_ROW_KEYS} == {*_GENERATED}
