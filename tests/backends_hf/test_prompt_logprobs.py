@@ -10,7 +10,8 @@ from readable_model import batch_of
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_backends_hf.sampling import prefill
 from rl_backends_hf.sampling.prefill import PromptScorer
-from rl_core.errors import NotSupportedError, WorkerError
+from rl_core.errors import BrokenPromiseError, NotSupportedError, WorkerError
+from rl_core.testing.outputs.models import checked_generation
 
 PROMPTS = [[5, 9, 31, 7, 7, 120], [8], [5, 9, 31, 7, 7, 120], [44, 3, 99]]
 
@@ -78,12 +79,33 @@ def test_a_long_prompt_is_scored_with_few_logits_at_one_time(model_folder, monke
     engine.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda scores: None, "returned no `prompt_logprobs` for the 6 tokens of the prompt of row 1"),
+        (lambda scores: scores[1:], "returned no `prompt_logprobs` for the 6 tokens"),
+        (lambda scores: [scored[1:] for scored in scores], "returned no `prompt_logprobs` for the 6 tokens"),
+        (lambda scores: [[(token, -logprob) for token, logprob in scored] for scored in scores], "which is no log-prob"),
+        (lambda scores: [[(token, float("nan")) for token, _ in scored] for scored in scores], "which is no log-prob"),
+    ],
+)
+def test_an_engine_that_returns_wrong_scores_is_named_with_the_row(model_folder, change, problem):
+    engine = HuggingFaceGeneration(model_folder("llama"), max_new_tokens=1)
+    rows = batch_of([8, 3], PROMPTS[0], sampling=[None, {"prompt_logprobs": 1}])
+    output = checked_generation(engine.generate(rows), data=rows, generation=engine)
+    output["prompt_logprobs"] = [None, change(output["prompt_logprobs"][1])]
+    with pytest.raises(BrokenPromiseError, match=f"HuggingFaceGeneration.*{problem}"):
+        checked_generation(output, data=rows, generation=engine)
+    engine.shutdown()
+
+
 def test_the_next_turn_of_a_session_has_the_scores_of_its_whole_prompt(model_folder):
     folder = model_folder("llama")
     engine = HuggingFaceGeneration(folder, max_new_tokens=3)
 
     async def turn(prompt, **columns):
-        return [output async for _, output in engine.generate_async(batch_of(prompt, session_ids=["a"], **columns))][0]
+        [output] = [output async for _, output in engine.generate_async(batch_of(prompt, session_ids=["a"], **columns))]
+        return output
 
     async def turns():
         first = await turn(PROMPTS[0])

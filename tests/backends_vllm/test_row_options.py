@@ -77,7 +77,8 @@ def test_a_schema_that_cannot_be_used_leaves_the_rows_of_other_requests(engines)
 
 def test_unknown_options_are_refused(engines):
     with pytest.raises(
-        NotSupportedError, match=r"does not support min_p .*Supported: json_schema, prompt_logprobs, stop_token_ids, top_logprobs\."
+        NotSupportedError,
+        match=r"does not support min_p .*Supported: json_schema, prompt_logprobs, stop_token_ids, top_logprobs\.",
     ):
         engines(max_new_tokens=8).generate(rows({"min_p": 0.1}))
     with pytest.raises(NotSupportedError, match="samples all rows at one temperature"):

@@ -48,9 +48,9 @@ def test_echo_with_logprobs_has_those_of_the_prompt_and_of_the_completion(client
     found = torch.tensor(logprobs["token_logprobs"][1:])
     torch.testing.assert_close(found, own_logprobs(MODEL, tokens), atol=1e-4, rtol=0)  # orders of float32 sums
     assert "".join(logprobs["tokens"]).startswith(choice["text"])  # the last token may be a hidden one
-    assert [choice["text"][start:][: len(text)] for start, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)][
-        : len(prompt)
-    ] == logprobs["tokens"][: len(prompt)]
+    assert [
+        choice["text"][start:][: len(text)] for start, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+    ][: len(prompt)] == logprobs["tokens"][: len(prompt)]
     for at, tops in enumerate(logprobs["top_logprobs"][1 : len(prompt)]):
         texts = {model.tokenizer.decode([token]): logprob for token, logprob in enumerate(expected[at].tolist())}
         best = sorted(texts, key=texts.get, reverse=True)[:3]
@@ -97,7 +97,10 @@ def test_an_engine_that_does_not_report_them_is_named_in_the_refusal(model, engi
 @pytest.fixture(scope="module")
 def of_bytes(tmp_path_factory, tokenizer_of_bytes):
     """A random model of bytes whose tokenizer begins texts with a token."""
-    tokenizer, folder = type(tokenizer_of_bytes)(tokenizer_object=tokenizer_of_bytes.backend_tokenizer), tmp_path_factory.mktemp("b")
+    tokenizer, folder = (
+        type(tokenizer_of_bytes)(tokenizer_object=tokenizer_of_bytes.backend_tokenizer),
+        tmp_path_factory.mktemp("b"),
+    )
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
@@ -115,7 +118,7 @@ def of_bytes(tmp_path_factory, tokenizer_of_bytes):
 
 
 def test_offsets_count_neither_the_token_that_the_server_puts_before_a_text_nor_end_inside_it(of_bytes):
-    folder, served, client = of_bytes
+    folder, _, client = of_bytes
     [choice] = complete(client, prompt="Añb", echo=True, logprobs=2, max_tokens=0, return_token_ids=True)["choices"]
     assert choice["logprobs"]["tokens"] == ["<s>", "A", "\ufffd", "\ufffd", "b"]  # ñ is two bytes
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]

@@ -90,7 +90,7 @@ def plan_sampling(
         max_tokens: new tokens per completion; None for the engine's default, or as many as fit.
         names: names of the parameters; by default those of `/v1/completions`.
         top_logprobs: number of most likely tokens to return at each position.
-        prompt_logprobs: whether to return log-probabilities of the prompt's tokens too, and the same number of most likely ones.
+        prompt_logprobs: whether to return log-probabilities of the prompt's tokens, and the same number of most likely ones.
         json_schema: what completions must fit; None for any text.
         images: the images in the only prompt.
 

@@ -31,7 +31,6 @@ from rl_backends_hf.transformers_internals import attention_of, cache_keyword, l
 from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NotSupportedError
 
-
 _SCORED_LOGITS: Final = 2**24
 """Number of logits that exist at one time while prompts are scored: 64 MiB in float32."""
 
@@ -64,9 +63,7 @@ class PrefillPlan:
         return (len(self.groups) + 1) * max(len(each.prompt) for each in (*self.groups, group)) <= max_tokens
 
 
-def prefill(
-    model: PreTrainedModel, plan: PrefillPlan, scorer: PromptScorer | None = None
-) -> tuple[torch.Tensor, DynamicCache]:
+def prefill(model: PreTrainedModel, plan: PrefillPlan, scorer: PromptScorer | None = None) -> tuple[torch.Tensor, DynamicCache]:
     """Logits [N, V] of the token after each group's prompt, and keys and values; `scorer` sets the scores of prompts.
 
     The cache has left-padded columns of the prefixes, if there are any, and then left-padded columns of new tokens. `Row.state`

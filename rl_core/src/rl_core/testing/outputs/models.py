@@ -17,7 +17,7 @@ import torch
 
 from rl_core.config.policy_sections import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import SETS, SampledSets, joined_sets, kept_tokens, with_input_lengths
+from rl_core.data.generation_io import PROMPT_LOGPROBS, SETS, SampledSets, joined_sets, kept_tokens, with_input_lengths
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
@@ -167,7 +167,7 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
     for row, values in enumerate(zip(*(column.tolist() for column in _row_columns(output)), strict=True)):
         if failures[row] is None and (problem := _row_problem(row, values, prompts, starts, limits, generation)) is not None:
             return problem
-    return _version_problem(output, data) or _sets_problem(output, data)
+    return _version_problem(output, data) or _sets_problem(output, data) or _prompt_scores_problem(output, data)
 
 
 def _short_row(output: Mapping[str, Any]) -> list[Any] | None:
@@ -226,6 +226,24 @@ def _sets_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str 
         f"returned a set in `{SETS}` of row {rows[int((ends.cumsum(0) <= number).sum())]} that does not fit its token "
         f"{int(tokens[number])}: the set of a sampled token contains it, and other tokens have none."
     )
+
+
+def _prompt_scores_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first row whose `sampling` requests log-probabilities of its prompt, or None."""
+    failures, column = output.get("failures"), output.get(PROMPT_LOGPROBS)
+    for row, own in enumerate(data.get("sampling", ())):
+        if (own or {}).get(PROMPT_LOGPROBS) is None or (failures is not None and failures[row] is not None):
+            continue
+        scores = (column[row] if column is not None else None) or []
+        prompt = data["input_ids"][row, : int(data["input_lengths"][row])].tolist()
+        if [[token for token, _ in scored[:1]] for scored in scores] != [[], *([token] for token in prompt[1:])]:
+            return (
+                f"returned no `{PROMPT_LOGPROBS}` for the {len(prompt)} tokens of the prompt of row {row}: an empty list for "
+                "the first, and for each other one a list that begins with its id and log-probability."
+            )
+        if not all(logprob <= _LARGEST_LOGPROB for scored in scores for _, logprob in scored):  # also if it is NaN
+            return f"returned a value above 0 or NaN in `{PROMPT_LOGPROBS}` of row {row}, which is no log-probability."
+    return None
 
 
 def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> Sequence[int]:
