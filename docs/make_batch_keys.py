@@ -20,7 +20,7 @@ a `DataError`.
 | `top_p` | number above 0, at most 1 | `reads_sampling` |
 | `top_k` | integer, at least 1 | `reads_sampling` |
 | `top_logprobs` | integer: number of alternatives to report at each position | `top_logprobs` in `row_options` |
-| `prompt_logprobs` | integer: number of alternatives at each token of the prompt; 0 for none | `prompt_logprobs` in `row_options` |
+| `prompt_logprobs` | integer: number of alternatives at each token of the prompt | `prompt_logprobs` in `row_options` |
 | `sampled_sets` | true: return the column `sampled_sets` | `sampled_sets` in `row_options` |
 | `stop_token_ids` | list of token ids that end the row, in addition to the engine's | `stop_token_ids` in `row_options` |
 | `min_p` | number from 0 to 1: smallest share of the highest probability | `min_p` in `row_options` |

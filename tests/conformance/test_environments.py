@@ -36,6 +36,11 @@ class TestWeather(EnvironmentConformance):
     rows = SUMS
 
 
+class TestMultipleChoice(EnvironmentConformance):
+    component = "multiple_choice"
+    rows = [{**row, "expected_answer": "B", "choices": ["1", "2"]} for row in SUMS]  # noqa: RUF012
+
+
 class TestInstructions(EnvironmentConformance):
     component = "instruction_following"
     rows = [{**row, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for row in SUMS]  # noqa: RUF012

@@ -8,6 +8,7 @@ from environment_steps import step_checked
 from rl_envs.arithmetic import ArithmeticEnvironment
 from rl_envs.guess import GuessNumberEnvironment
 from rl_envs.instruction_following import InstructionFollowingEnvironment
+from rl_envs.multiple_choice import MultipleChoiceEnvironment
 from rl_envs.reasoning_gym.environment import read_answer
 from rl_envs.sliding_puzzle import SlidingPuzzleEnvironment
 from rl_envs.tools.environment import ToolsEnvironment
@@ -80,6 +81,7 @@ def rewards_of(environment, answers, metadata, content="{0}"):
         (ArithmeticEnvironment, {"expected_answer": NUMBER}),
         (GuessNumberEnvironment, {"secret": NUMBER}),
         (WeatherEnvironment, {"expected_answer": "light rain"}),
+        (MultipleChoiceEnvironment, {"expected_answer": "B", "choices": [str(NUMBER - 1), str(NUMBER)]}),
         (SlidingPuzzleEnvironment, {"board": [[1, 2], [0, 3]]}),
         (ToolsEnvironment, {"expected_answer": str(NUMBER), "session_id": "one"}),
     ],
@@ -109,6 +111,8 @@ SLOW = [
     "<answer>" * LONG,
     "*" * LONG + "a",
     "a" + " \n" * LONG,
+    "\\text{" * LONG,
+    "\\boxed{a}" + " " * LONG + "x\\boxed{b}",
     '"' * LONG + "a",
 ]
 INSTRUCTIONS = {
@@ -129,4 +133,5 @@ def test_reading_a_long_answer_takes_linear_time(text):
     info = {"instruction_id_list": list(INSTRUCTIONS), "kwargs": list(INSTRUCTIONS.values())}
     assert rewards_of(InstructionFollowingEnvironment(), [text], info) == [0.0]
     assert rewards_of(WeatherEnvironment(), [text], {"expected_answer": "rain"}) == [0.0]
+    assert rewards_of(MultipleChoiceEnvironment(), [text, f"\\boxed{{{text}}}"], {"expected_answer": "C"}) == [0.0, 0.0]
     assert read_answer(text, "answer") is None

@@ -57,6 +57,12 @@ def rlcore_environments() -> list[Component]:
             summary="Weather prediction: the predicted condition must be the expected one",
         ),
         Component(
+            "multiple_choice",
+            target="rl_envs.multiple_choice:MultipleChoiceEnvironment",
+            config="rl_core.config.schema:EnvironmentConfig",
+            summary="Multiple choice: the chosen letter must be the expected one",
+        ),
+        Component(
             "instruction_following",
             target="rl_envs.instruction_following:InstructionFollowingEnvironment",
             config="rl_envs.config:InstructionFollowingConfig",

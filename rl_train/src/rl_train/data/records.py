@@ -235,6 +235,62 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "extra_env_info": {"expected_answer": number.strip().replace(",", "")}}
 
 
+_ASKED, _CHOICES = ("question", "question_stem", "ctx"), ("choices", "options", "endings")
+_CHOSEN = ("answerKey", "answer_index", "answer", "label")
+_LETTERS = string.ascii_uppercase
+
+
+def multiple_choice(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A question with lettered choices, where the letter of the right one is what the environment expects.
+
+    Reads the fields of MMLU, MMLU-Pro, ARC, CommonsenseQA, OpenBookQA and HellaSwag: a question, a list of choices or
+    {text, label}, and the right one as a label or letter, a text, or an index from 0.
+    """
+    asked, choices, chosen = (_first_key(row, keys) for keys in (_ASKED, _CHOICES, _CHOSEN))
+    given, answer = row[choices], row[chosen]
+    labels, texts = (given.get("label"), given.get("text")) if isinstance(given, Mapping) else (None, given)
+    if not isinstance(texts, list) or not 2 <= len(texts) <= len(_LETTERS) or not all(isinstance(one, str) for one in texts):
+        raise DataError(f"the field {choices!r} is {format_value(given)}: expected a list of 2 to {len(_LETTERS)} texts")
+    names = [*labels] if labels else [*_LETTERS[: len(texts)]]
+    if len(names) != len(texts):
+        raise DataError(f"the field {choices!r} has {len(texts)} texts, but {len(names)} labels")
+    right = next((options.index(answer) for options in (names, texts) if answer in options), None)
+    if right is None and not labels and str(answer).isdecimal():
+        right = int(answer)
+    if right is None or right >= len(texts):
+        raise DataError(f"the field {chosen!r} is {format_value(answer)}: expected one of the {len(texts)} choices {names}")
+    listed = "\n".join(f"({letter}) {text}" for letter, text in zip(_LETTERS, texts, strict=False))
+    messages = [{"role": "user", "content": f"{_text(row, asked)}\n\n{listed}"}]
+    return {"messages": messages, "extra_env_info": {"expected_answer": _LETTERS[right], "choices": texts}}
+
+
+def humaneval(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{prompt, test, entry_point} of HumanEval: a function to complete, for the environment `code`."""
+    question = (
+        f"Complete this function. Write the whole program in one block.\n\n```python\n{_text(row, 'prompt').rstrip()}\n```"
+    )
+    tests = {"tests": _text(row, "test"), "entry_point": _text(row, "entry_point")}
+    return {"messages": [{"role": "user", "content": question}], "extra_env_info": tests}
+
+
+def mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{text or prompt, test_list} of MBPP, with its imports: a task with the tests that the program must pass, for `code`."""
+    tests, imports = row.get("test_list"), row.get("test_imports") or [row.get("test_setup_code") or ""]
+    if not isinstance(tests, list) or not tests or not all(isinstance(one, str) for one in [*tests, *imports]):
+        raise DataError(f"the field 'test_list' is {format_value(tests)}: expected a list of assertions")
+    asked, shown = _text(row, _first_key(row, ("text", "prompt"))), "\n".join(tests)
+    question = f"{asked}\n\nThe program must pass these tests:\n\n```python\n{shown}\n```"
+    return {"messages": [{"role": "user", "content": question}], "extra_env_info": {"tests": [*filter(None, imports), *tests]}}
+
+
+def _first_key(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The first of the keys that the row has a value of."""
+    found = next((key for key in keys if row.get(key) is not None), None)
+    if found is None:
+        raise DataError(f"none of the fields {', '.join(map(repr, keys))} has a value: the row has {sorted(row)}")
+    return found
+
+
 _RECORD = ("messages", "images", "tools", "extra_env_info", "task_name", "stop_strings")
 
 
@@ -290,8 +346,15 @@ def _with_marked_images(value: Any, images: Any) -> Any:
     return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts if text != ""]
 
 
-PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}
-_FIELDS = {"sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
+PACKAGED: Mapping[str, RecordFunction] = {
+    function.__name__: function for function in (alpaca, gsm8k, humaneval, mbpp, multiple_choice, record, sharegpt)
+}
+_FIELDS = {
+    "sharegpt": {"conversations"},
+    "alpaca": {"instruction", "output"},
+    "humaneval": {"prompt", "test", "entry_point"},
+    "mbpp": {"test_list"},
+}
 
 
 def form_hint(row: Mapping[str, Any]) -> str:

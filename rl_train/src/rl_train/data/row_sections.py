@@ -33,7 +33,7 @@ class RowsConfig(DatasetConfig):
     record_fn: str | None = Field(
         None,
         description="Function that converts the fields of a row to a record, used instead of the keys below: a dotted path, "
-        "or `alpaca`, `gsm8k`, `record` or `sharegpt`.",
+        "or `alpaca`, `gsm8k`, `humaneval`, `mbpp`, `multiple_choice`, `record` or `sharegpt`.",
     )
 
     images_key: str | None = Field(
