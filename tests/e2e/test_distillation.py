@@ -248,3 +248,50 @@ def test_distillation_on_dataset_answers_learns_from_the_teacher_not_the_answers
     # Seen: 0.20 to 0.07 nats, 0.61 to 0.87.
     assert steps[25]["validation/kl_forward"] < steps[0]["validation/kl_forward"] * 0.6
     assert steps[25]["validation/accuracy"] > steps[0]["validation/accuracy"] + 0.1
+
+
+@pytest.fixture(scope="module")
+def copier(tmp_path_factory):
+    """The student after batches of sums that mostly drop the carry, half of them after their correct answer, to be repeated."""
+    folder = tmp_path_factory.mktemp("copier")
+    sums = ArithmeticDataset({"num_samples": 12000, "min_digits": 2, "with_response": True, "forgotten_carries": 0.65})
+    rows = []
+    for index in range(len(sums)):
+        asked, given = (message["content"] for message in sums[index]["messages"])
+        right = sums[index]["extra_env_info"]["expected_answer"]
+        rows += [{"question": asked, "answer": given}, {"question": f"{right} {asked}", "answer": right}]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"dataset_name": "jsonl", "path": str(folder / "rows.jsonl"), "response_key": "answer", "output_key": None}
+    config = laid_over(
+        {key: value for key, value in COMMON.items() if key != "data"},
+        {
+            "policy": {"max_total_sequence_length": 24, "optimizer": {"kwargs": {"lr": 1.0e-3}}},
+            "checkpointing": {"enabled": True, "save_period": 200},
+        },
+    )
+    config |= {
+        "sft": {"max_num_steps": 200, "global_batch_size": 128, "seed": 0},
+        "data": {"train": source},
+        "logger": {"log_dir": str(folder / "runs")},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    train(folder / "run.yaml", resume="never", console=False)
+    return str(folder / "runs" / "run" / "checkpoints" / "step_000200" / "policy" / "weights")
+
+
+@pytest.mark.full("tests/train/algorithms/test_teacher_prompts.py proves scores and gradient; runtime has short runs")
+def test_a_model_learns_from_itself_only_if_it_sees_the_answers_as_a_teacher(copier, tmp_path):
+    def run(name, **distillation):
+        changes = {
+            "distillation": {"max_num_steps": 20, "num_prompts_per_step": 128, **distillation},
+            "policy": {"model_name": copier, "max_total_sequence_length": 24, "optimizer": {"kwargs": {"lr": 3.0e-4}}},
+            "teacher": {"max_total_sequence_length": 24},
+        }
+        (tmp_path / name).mkdir()
+        steps = distil(tmp_path / name, copier, changes)
+        return steps[0]["validation/accuracy"], steps[20]["validation/accuracy"]
+
+    before, after = run("privileged", teacher_prompt="{expected_answer} {question}")
+    assert after > before + 0.15
+    before, after = run("plain")
+    assert abs(after - before) < 0.03
