@@ -1,10 +1,12 @@
 """Rows with images in vLLM: log-probabilities are those of plain Transformers, also after a refit of the tower."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from whole_vlms import tiny_vlms
+from whole_vlms import tiny_processors, tiny_vlms
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.vllm
 
 LENGTH, NEW = 256, 8
 FIRST = "qwen2_5_vl"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EACH = [family if family == FIRST else pytest.param(family, marks=pytest.mark.slow) for family in IMAGE_FAMILIES]
 
 
@@ -211,3 +214,34 @@ def test_models_and_settings_without_images_are_named():
         assert "qwen2_5_vl" in problem
     native = VllmConfig(vllm_kwargs={"model_impl": "vllm"})
     assert "model_impl is vllm" in native._image_problem(type("Config", (), {"model_type": FIRST}))
+
+
+@pytest.mark.parametrize(("family", "reason"), [("gemma3", "of type gemma3: all tokens"), ("qwen2_5_vl", "model_impl is vllm")])
+def test_a_run_that_cannot_use_its_images_ends_with_exit_code_2_before_a_model_is_loaded(
+    rlcore, tmp_path, monkeypatch, family, reason
+):
+    tiny_processors.write_processor(tmp_path / "model", family)  # without weights
+    kwargs = {"model_impl": "vllm"} if family == FIRST else {}
+    config = {
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 1},
+        "policy": {
+            "backend": "hf",
+            "model_name": str(tmp_path / "model"),
+            "max_total_sequence_length": 128,
+            "train_global_batch_size": 4,
+            "generation": {"backend": "vllm", "max_new_tokens": 3, "vllm_kwargs": kwargs},
+        },
+        "data": {"train": {"dataset_name": "pictures.shapes.TwoShapes", "size": 16}},
+        "env": {"shapes": {"reward_fns": {"correct": "pictures.shapes.correct"}}},
+        "cluster": {"backend": "in_process"},
+        "checkpointing": {"enabled": False},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    code, output = rlcore("train", str(tmp_path / "run.yaml"), folder=tmp_path)
+    assert code == 2, output
+    said = " ".join(output.split())
+    assert "Rows of the data have images, which policy.generation cannot use" in said
+    assert reason in said
+    assert "run.yaml" in said
+    assert "Traceback" not in said
