@@ -53,7 +53,7 @@ class Sums(EnvironmentInterface):
 
 
 class Process:
-    """A source with an engine and an environment of its own, as each process of a run has them."""
+    """A source with its engine and environment, as each process of a run has them."""
 
     def __init__(self, tokenizer):
         self.engine, self.environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=6, torch_dtype="float32"), Sums()
@@ -209,7 +209,7 @@ def test_no_saved_rollout_is_sampled_or_scored_again_after_a_kill(train, slow_tu
     saved, unfinished, kept, processes = {}, 0, {}, set()
 
     def check_calls():
-        """Of the process that has ended, which has continued with the saved rollouts."""
+        """The process that has ended called the environment for no saved rollout, and began each rollout once."""
         calls = {process: made for process, made in training_calls(tmp_path).items() if process not in processes}
         processes.update(calls)
         for made in calls.values():
