@@ -85,8 +85,8 @@ def test_a_long_prompt_is_scored_with_few_logits_at_one_time(model_folder, monke
         (lambda scores: None, "returned no `prompt_logprobs` for the 6 tokens of the prompt of row 1"),
         (lambda scores: scores[1:], "returned no `prompt_logprobs` for the 6 tokens"),
         (lambda scores: [scored[1:] for scored in scores], "returned no `prompt_logprobs` for the 6 tokens"),
-        (lambda scores: [[(token, -logprob) for token, logprob in scored] for scored in scores], "which is no log-prob"),
-        (lambda scores: [[(token, float("nan")) for token, _ in scored] for scored in scores], "which is no log-prob"),
+        (lambda scores: [[(token, -logprob) for token, logprob in scored] for scored in scores], "which is not a log-prob"),
+        (lambda scores: [[(token, float("nan")) for token, _ in scored] for scored in scores], "which is not a log-prob"),
     ],
 )
 def test_an_engine_that_returns_wrong_scores_is_named_with_the_row(model_folder, change, problem):

@@ -12,6 +12,8 @@ CHECKED_ELSEWHERE = {
     "docs/data.md": "tests/core/data/test_data_docs.py reads the data as well",
     "docs/nemo_rl_names.md": "tests/backends_openai/test_promised_configs.py trains with them",
     "docs/dependencies_that_conflict.md-0": "needs another interpreter: tests/plugins/test_dependencies_that_conflict.py",
+    "docs/evaluation.md-1": "needs rows of benchmarks: tests/envs/test_public_benchmarks.py",
+    "docs/evaluation.md-2": "a task of lm-evaluation-harness: tests/serve/test_lm_eval.py runs one",
     "docs/lora.md-2": "needs an adapter: tests/backends_hf/test_lora_life.py",
     "docs/write_a_logger.md": "needs the plugin of the page: tests/plugins/test_scaffold.py trains with it",
     "rl_backends_openai/README.md-0": "only for `rlcore eval`: tests/backends_openai/test_evaluation.py",

@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness against `/v1/completions`, on a task made here: its results equal our own computation.
 
-Skipped unless its command `lm_eval` is on the PATH (`pip install 'lm_eval[api]' transformers`, in an environment of its own).
+Skipped unless its command `lm_eval` is on the PATH (`pip install 'lm_eval[api]' transformers`, in a separate environment).
 """
 
 import json

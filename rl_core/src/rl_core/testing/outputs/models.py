@@ -242,7 +242,7 @@ def _prompt_scores_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]
                 "the first, and for each other one a list that begins with its id and log-probability."
             )
         if not all(logprob <= _LARGEST_LOGPROB for scored in scores for _, logprob in scored):  # also if it is NaN
-            return f"returned a value above 0 or NaN in `{PROMPT_LOGPROBS}` of row {row}, which is no log-probability."
+            return f"returned a value above 0 or NaN in `{PROMPT_LOGPROBS}` of row {row}, which is not a log-probability."
     return None
 
 
