@@ -141,7 +141,7 @@ def make(family: str, folder: Path, *, tied: bool = False, wide: bool = False) -
     if wide:
         config.text_config.update({"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
         if family in MROPE:
-            config.text_config.rope_parameters["mrope_section"] = [4, 6, 6]
+            config.text_config.rope_parameters = {**_MROPE, "mrope_section": [4, 6, 6]}
             config.vision_config.update({"hidden_size" if family == "qwen2_vl" else "out_hidden_size": 64})
     with torch.random.fork_rng():
         torch.manual_seed(11 + FAMILIES.index(family))

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from readable_model import LENGTH, batch_of
 from tiny_models import make_model
+from transformers import LlamaConfig, Qwen2VLConfig
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
@@ -161,6 +162,16 @@ def test_every_documented_key_reaches_the_engine():
     assert {name: found[name] for name in found.keys() - plain.keys()} == {"block_size": 32, "max_logprobs": 3}
 
 
+def test_a_vision_language_model_is_computed_by_transformers_unless_the_config_says_otherwise():
+    def difference(**kwargs):
+        config = VllmConfig(model_name="m", vllm_kwargs=kwargs)
+        text, vision = arguments_on_a_gpu(config), arguments_on_a_gpu(config, Qwen2VLConfig())
+        return {name: vision[name] for name in vision if vision[name] != text.get(name)}
+
+    assert difference() == {"model_impl": "transformers", "skip_mm_profiling": True, "mm_processor_cache_gb": 0}
+    assert difference(model_impl="vllm") == {}
+
+
 @pytest.mark.parametrize("tensor", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_an_engine_that_reads_an_incomplete_folder_names_the_tensor_that_vllm_would_leave_random(tmp_path, tensor):
     folder = model_folders.make(tmp_path / "model")
@@ -170,11 +181,17 @@ def test_an_engine_that_reads_an_incomplete_folder_names_the_tensor_that_vllm_wo
     assert error.value.key == "policy.generation.model_name"
 
 
-def arguments_on_a_gpu(config):
+def arguments_on_a_gpu(config, hf_config=None):
     """The arguments of the engine on a GPU; no GPU is needed."""
     context = WorkerContext(rank=0, world_size=1, local_rank=0, node_rank=0, master_address="", master_port=0, device="cuda")
     files = ModelFiles(
-        path="m", revision=None, hf_config=None, generation_config=None, tokenizer=None, tokenizer_path="m", has_weights=True
+        path="m",
+        revision=None,
+        hf_config=hf_config or LlamaConfig(),
+        generation_config=None,
+        tokenizer=None,
+        tokenizer_path="m",
+        has_weights=True,
     )
     arguments = VllmGenerationWorker(context, config)._arguments(files, "auto")
     return arguments | {"distributed_executor_backend": arguments["distributed_executor_backend"].__name__}
@@ -201,6 +218,7 @@ def test_the_running_engine_has_them(engines, readable, tmp_path):
         "reads_text": True,
         "row_options": ["top_logprobs", "prompt_logprobs", "stop_token_ids", "json_schema"],
         "streams_tokens": True,
+        "images": False,
     }
     config = engine.group.worker._running.config
     assert (config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens) == (7, 512)
