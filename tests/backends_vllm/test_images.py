@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2VLConfig
 from whole_vlms import tiny_processors, tiny_vlms
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig
-from rl_backends_vllm.config import IMAGE_FAMILIES
+from rl_backends_vllm.sources import IMAGE_FAMILIES, why_no_images
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, WeightSyncError, WorkerError
 from rl_train.algorithms.losses import NLLLossFn
@@ -209,11 +210,11 @@ def test_rows_with_images_in_progress_at_a_refit_continue_with_the_new_tower(ref
 
 def test_models_and_settings_without_images_are_named():
     for kind, reason in (("gemma3", "attend to each other"), ("qwen3_vl", "first layers"), ("llava", "models of type llava")):
-        problem = VllmConfig()._image_problem(type("Config", (), {"model_type": kind}))
-        assert reason in problem
-        assert "qwen2_5_vl" in problem
-    native = VllmConfig(vllm_kwargs={"model_impl": "vllm"})
-    assert "model_impl is vllm" in native._image_problem(type("Config", (), {"model_type": FIRST}))
+        assert reason in why_no_images(kind)
+        assert "qwen2_5_vl" in why_no_images(kind)
+    assert all(why_no_images(kind) is None for kind in IMAGE_FAMILIES)
+    assert VllmConfig().reads_images(Qwen2VLConfig())
+    assert not VllmConfig(vllm_kwargs={"model_impl": "vllm"}).reads_images(Qwen2VLConfig())
 
 
 @pytest.mark.parametrize(("family", "reason"), [("gemma3", "of type gemma3: all tokens"), ("qwen2_5_vl", "model_impl is vllm")])

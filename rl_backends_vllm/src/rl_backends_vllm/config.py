@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rl_backends_vllm.sources import known_engine_arguments, why_not_adapted
+from rl_backends_vllm.sources import IMAGE_FAMILIES, known_engine_arguments, why_no_images, why_not_adapted
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
 from rl_core.config.section import Devices, model_path_problem
@@ -28,14 +28,6 @@ CPU_ROWS = 256
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """Values of `max_lora_rank` that vLLM accepts."""
-
-
-IMAGE_FAMILIES = ("idefics3", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "smolvlm")
-"""Model types whose images are supported: tested against plain Transformers."""
-_WITHOUT_IMAGES = {
-    "gemma3": "all tokens of a picture attend to each other, which vLLM's attention on a CPU does not support",
-    "qwen3_vl": "vLLM's classes for models of Transformers leave out the features that are added after the first layers",
-}
 
 
 class VllmEngineConfig(Section):
@@ -173,13 +165,10 @@ class VllmConfig(GenerationConfig):
         return None if hf_config is None else self._image_problem(hf_config)
 
     def _image_problem(self, hf_config: Any) -> str | None:
-        kind, implementation = hf_config.model_type, self.vllm_kwargs.get("model_impl", "transformers")
-        if kind not in IMAGE_FAMILIES:
-            reason = f": {_WITHOUT_IMAGES[kind]}" if kind in _WITHOUT_IMAGES else ""
-            return f"vLLM does not read images with models of type {kind}{reason}. It does with {', '.join(IMAGE_FAMILIES)}"
-        if implementation != "transformers":
+        implementation = self.vllm_kwargs.get("model_impl", "transformers")
+        if (problem := why_no_images(hf_config.model_type)) is None and implementation != "transformers":
             return f"vllm_kwargs.model_impl is {implementation}, and images require `transformers`, the default of such models"
-        return None
+        return problem
 
     def _hf_config(self, policy: PolicyConfig) -> Any:
         from rl_backends_vllm.model_folder import read_config

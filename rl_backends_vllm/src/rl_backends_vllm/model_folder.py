@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rl_backends_vllm.config import IMAGE_FAMILIES
+from rl_backends_vllm.sources import IMAGE_FAMILIES
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.data.adapted_tokenizer import AdaptedTokenizer
 from rl_core.data.hub import model_source, read_model_config

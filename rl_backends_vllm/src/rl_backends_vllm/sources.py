@@ -11,6 +11,12 @@ from typing import Any
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MODELS = "model_executor/models"
+IMAGE_FAMILIES = ("idefics3", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "smolvlm")
+"""Model types whose images are supported: tested against plain Transformers."""
+_WITHOUT_IMAGES = {
+    "gemma3": "all tokens of a picture attend to each other, which vLLM's attention on a CPU does not support",
+    "qwen3_vl": "vLLM's classes for models of Transformers leave out the features that are added after the first layers",
+}
 
 
 @lru_cache(maxsize=1)
@@ -24,6 +30,14 @@ def known_engine_arguments() -> frozenset[str]:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
             )
     return frozenset()
+
+
+def why_no_images(model_type: str) -> str | None:
+    """Why rows of a model type cannot have images; None if they can."""
+    if model_type in IMAGE_FAMILIES:
+        return None
+    reason = f": {_WITHOUT_IMAGES[model_type]}" if model_type in _WITHOUT_IMAGES else ""
+    return f"vLLM does not read images with models of type {model_type}{reason}. It does with {', '.join(IMAGE_FAMILIES)}"
 
 
 def why_not_adapted(hf_config: Any) -> str | None:
