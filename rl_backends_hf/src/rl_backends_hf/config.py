@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import Field
 
-from rl_backends_hf.adapter_folder import AdapterFolder
 from rl_backends_hf.model_options import NEEDS_PEFT, HFConfig, HFModelConfig
 from rl_backends_hf.model_options import LoRAConfig as LoRAConfig
-from rl_backends_hf.static_checks import model_problems, target_problems
+from rl_backends_hf.static_checks import model_problems
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig, TokenizerConfig
 from rl_core.plugins.requirements import unmet_needs
@@ -79,11 +78,7 @@ class HFPolicyConfig(PolicyConfig):
         at = ("hf_cfg", "lora")
         if self.python is None and (reason := unmet_needs(("peft>=0.21",))) is not None:
             yield at, NEEDS_PEFT.format(reason=reason)
-        if lora.adapter_path is not None:
-            folder, section = AdapterFolder(lora.adapter_path), lora.model_dump()
-            for key, problem in folder.problems(section, model_name=self.model_name, head=self.head):
-                yield (*at, key), problem
-        for key, problem in target_problems(self.model_name, lora.target_modules, lora.exclude_modules):
+        for key, problem in lora.problems(self.model_name, head=self.head):
             yield (*at, key), problem
         if lora.autocast and self.precision == "float32":
             yield (

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_backends_hf.adapter_folder import ADAPTER_CONFIG
+from rl_backends_base.adapter_folder import ADAPTER_CONFIG
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.training.lora import LoraAdapters

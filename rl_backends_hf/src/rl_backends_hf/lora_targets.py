@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Final
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rl_backends_hf.model_options import ALL_LINEAR, LoRAConfig
+from rl_backends_base.lora_section import ALL_LINEAR, matching_names, nothing_left_error
+from rl_backends_hf.model_options import LoRAConfig
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
 from rl_core.backend import Head
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
+
+_SECTION: Final = "policy.hf_cfg.lora"
 
 
 def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> None:
@@ -41,24 +45,22 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
     text = {*language_model(model).modules()}
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
-    excluded = _matching_modules(config.exclude_modules or [], modules, linear, key="exclude_modules")
+    match = partial(matching_names, names=modules, linear=linear, section=_SECTION)
+    excluded = match(config.exclude_modules or [], key="exclude_modules")
     wanted = config.target_modules
     if wanted == ALL_LINEAR:
         targets = {name for name in linear if modules[name] in text}
     elif isinstance(wanted, str):
-        targets = _matching_modules(wanted, modules, linear, key="target_modules")
+        targets = match(wanted, key="target_modules")
     else:
         targets = set()
         for each in wanted:
-            matching = _matching_modules([each], modules, linear, key="target_modules")
+            matching = match([each], key="target_modules")
             targets |= {name for name in matching if modules[name] in text} or matching
     for name in sorted(targets - excluded - linear):
         _reject_module(name, modules[name], is_head=modules[name] is head)
     if not targets - excluded:
-        raise UserError(
-            "`policy.hf_cfg.lora`: exclude_modules excludes all modules of target_modules, so nothing would be trained.",
-            key="policy.hf_cfg.lora",
-        )
+        raise nothing_left_error(_SECTION)
     return targets - excluded
 
 
@@ -91,38 +93,6 @@ def freeze_modules(model: PreTrainedModel, patterns: Sequence[str]) -> None:
             "for a model that only scores.",
             key="policy.hf_cfg.freeze",
         )
-
-
-def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
-    """Names of the modules that peft would match: full names or suffixes in a list, or a regular expression for full names."""
-    if isinstance(wanted, str):
-        try:
-            matching_names = {name for name in modules if re.fullmatch(wanted, name)}
-        except re.error as error:
-            raise UserError(
-                f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.", key=f"policy.hf_cfg.lora.{key}"
-            ) from error
-        if not matching_names:
-            raise _no_match_error(wanted, linear, key=key, how="as a regular expression for full module names ")
-        return matching_names
-    matching_names = set()
-    for each in wanted:
-        matching = {name for name in modules if name == each or name.endswith(f".{each}")}
-        if not matching:
-            raise _no_match_error(each, linear, key=key, how="")
-        matching_names |= matching
-    return matching_names
-
-
-def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
-    ends = sorted({name.rpartition(".")[2] for name in linear})
-    return UserError(
-        f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
-        f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
-        if linear
-        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer except its head.",
-        key=f"policy.hf_cfg.lora.{key}",
-    )
 
 
 def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:

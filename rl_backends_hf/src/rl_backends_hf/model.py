@@ -21,8 +21,8 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+from rl_backends_base.adapter_folder import adapter_as_model
 from rl_backends_base.shards import copy_from_files
-from rl_backends_hf.adapter_folder import adapter_as_model
 from rl_backends_hf.loading_checks import check_norms, check_not_offloaded, check_options, restore_config
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.pictures import FAMILIES, language_model

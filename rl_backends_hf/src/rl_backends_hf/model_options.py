@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from rl_backends_hf.adapter_folder import SAVED_NAMES, AdapterFolder
+from rl_backends_base.lora_section import ALL_LINEAR, AdapterConfig
 from rl_core.config.schema import Section
-from rl_core.config.section import NAME_OR_PATH
-from rl_core.errors import UserError
 
-ALL_LINEAR: Final = "all-linear"
 NEEDS_PEFT: Final = (
     "`policy.hf_cfg.lora` needs peft ({reason}). Install it with `pip install 'rl-backends-hf[lora]'`, or leave `lora` out to "
     "train all weights."
@@ -62,63 +58,20 @@ class HFModelConfig(Section):
         return next((key for key in ("load_in_4bit", "load_in_8bit") if getattr(self, key)), None)
 
 
-_OTHER_NAMES: Final = {
-    "r": "rank",
-    "dim": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "lora_adapter_path": "adapter_path",
-}
-"""Names used by peft and others that a spelling suggestion would not find."""
-
-
-class LoRAConfig(Section):
+class LoRAConfig(AdapterConfig):
     """Low-rank adapters (LoRA, by peft): train small matrices added to frozen linear layers instead of all weights."""
 
-    adapter_path: Annotated[str | None, NAME_OR_PATH] = None
-    """Adapter folder in peft's format, or its `NAME@REVISION` on the hub, whose adapter is trained further. `rank`, `alpha`,
-    `target_modules`, `exclude_modules`, `use_rslora` and `use_dora` are read from it if they are not set. By default, training
-    starts from the base model."""
-    rank: int = Field(default=16, ge=1)
-    """Rank of the adapters: the number of rows of A and columns of B in W + scale * B A. Called `r` in peft."""
-    alpha: int = Field(default=32, ge=1)
-    """Numerator of the scale, alpha / rank. Called `lora_alpha` in peft."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
     target_modules: str | list[str] = ALL_LINEAR
     """Linear layers to adapt: a list of names or name suffixes (`[q_proj, v_proj]`), a regular expression for full names, or
     `all-linear`, which means all except the LM head. In a vision-language model, `all-linear` and names mean layers of the
     language model; layers of the vision tower are adapted if only they match a name."""
-    exclude_modules: str | list[str] | None = None
-    """Layers among `target_modules` to exclude; names or a regular expression, as in `target_modules`."""
-    use_rslora: bool = False
-    """Whether to use the scale alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
     use_dora: bool = False
     """Whether to train magnitude and direction of weights separately (DoRA): slightly better, and slower."""
     autocast: bool = False
     """Whether to compute adapters in the data type of the base (`torch.autocast`) instead of float32, which is faster on GPUs.
     Their weights, gradients and optimizer state stay float32. Requires `policy.precision: bfloat16`."""
-    seed: int = 0
-    """Seed of the random initial matrix of each adapter."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
-            if key in _OTHER_NAMES:
-                raise ValueError(f"`{key}` is called `{_OTHER_NAMES[key]}` here")
-            if key == "enabled":
-                raise ValueError("there is no `enabled`: the section itself enables LoRA, and `lora: null` disables it")
-        if isinstance(given, dict) and isinstance(given.get("adapter_path"), str) and not SAVED_NAMES.keys() <= given.keys():
-            with suppress(UserError):  # reported by the checks of the config
-                return {**AdapterFolder(given["adapter_path"]).settings(), **given}
-        return given
-
-    @model_validator(mode="after")
-    def _check_target_modules(self) -> LoRAConfig:
-        if not self.target_modules:
-            raise ValueError(f"target_modules is empty, so nothing would be trained: name layers, or use {ALL_LINEAR!r}")
-        return self
 
 
 class HFConfig(HFModelConfig):

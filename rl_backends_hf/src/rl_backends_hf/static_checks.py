@@ -1,21 +1,16 @@
-"""Checks of `hf_cfg` that need neither torch nor the model's weights: model folder, libraries and LoRA's layers."""
+"""Checks of `hf_cfg` that need neither torch nor the model's weights: model folder and libraries."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-from rl_backends_hf.adapter_folder import adapter_as_model
+from rl_backends_base.adapter_folder import adapter_as_model
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import model_path_problem
-from rl_core.data.model_digests import safetensors_header
 from rl_core.errors import UserError
-from rl_core.plugins.component import did_you_mean
 
 NEEDS_BITSANDBYTES = (
     "`{key}` needs bitsandbytes, which is not installed. Install it with `pip install 'rl-backends-hf[quantized]'`, or leave "
@@ -81,49 +76,3 @@ def check_combinations(hf: HFConfig, *, dtype_name: str, head: str, ranks: int) 
             "(`hf_cfg.lora: {}`), or remove load_in_8bit and load_in_4bit; `precision: bfloat16` halves the memory of float32.",
             key="precision",
         )
-
-
-def target_problems(
-    model_name: str, targets: str | Sequence[str], excluded: str | Sequence[str] | None
-) -> Iterator[tuple[str, str]]:
-    """LoRA keys with layers that a local model does not have, or with an invalid regular expression.
-
-    Only the last component of a name is compared, because Transformers may load weights under a longer name than in the file.
-    Regular expressions are matched against full names, which requires loading the model: see `rlcore validate --deep`.
-    """
-    for key, wanted in (("target_modules", targets), ("exclude_modules", excluded)):
-        if isinstance(wanted, str):
-            try:
-                re.compile(wanted)
-            except re.error as error:
-                yield key, f"{wanted!r} is not a regular expression: {error}."
-            continue
-        modules = _module_names(model_name) if wanted else None
-        for name in wanted or ():
-            if modules is not None and name.rpartition(".")[2] not in modules:
-                yield (
-                    key,
-                    f"{name!r} matches no layer of {model_name}.{did_you_mean(name, sorted(modules))} Its layers with weights: "
-                    f"{', '.join(sorted(modules))}.",
-                )
-
-
-def _module_names(model_name: str) -> set[str] | None:
-    """Last components of the names of all modules with weights or submodules; None if the files do not contain names."""
-    names = _weight_names(model_name)
-    if names is None:
-        return None
-    components = {component for name in names for component in name.split(".")[:-1]}
-    return {component for component in components if not component.isdigit()}
-
-
-def _weight_names(name_or_path: str) -> set[str] | None:
-    """The names of the weights in the safetensors files of a model folder; None if there are no readable ones."""
-    folder = Path(name_or_path).expanduser()
-    try:
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        return {name for name in safetensors_header(folder / "model.safetensors") if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

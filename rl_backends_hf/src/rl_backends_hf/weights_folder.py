@@ -15,8 +15,8 @@ import transformers
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from rl_backends_base.adapter_folder import ADAPTER_CONFIG
 from rl_backends_base.shards import fill, whole
-from rl_backends_hf.adapter_folder import ADAPTER_CONFIG
 from rl_backends_hf.model import auto_class, sharding_class, why_read_whole
 from rl_core.backend import CLASSIFIER, Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
 from rl_core.data.hub import published_file

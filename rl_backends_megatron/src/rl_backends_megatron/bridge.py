@@ -8,7 +8,7 @@ A round trip is exact to the bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +72,20 @@ class Bridge:
         self._exports = self._collect_exports()
 
     @torch.no_grad()
-    def load(self, source: Source, into: SetWeight = torch.Tensor.copy_) -> None:
+    def load(self, source: Source, into: SetWeight = torch.Tensor.copy_, *, names: Container[str] | None = None) -> None:
         """Load this rank's weights from `source`.
 
         Args:
             source: the checkpoint.
             into: sets a weight to values of the checkpoint's dtype.
+            names: load only weights whose first tensor is one of these; all by default.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape.
         """
         for entry in self._local:
+            if names is not None and entry.names[0] not in names:
+                continue
             group = self._tensor_group(entry.weight)
             shard = entry.weight.layout.load(
                 source, entry.names, group.rank(), group.size(), entry.parameter.shape, self._sizes

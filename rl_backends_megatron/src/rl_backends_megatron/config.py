@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path as file_path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rl_backends_base.lora_section import AdapterConfig
 from rl_core.config.diagnostics import KeyPath
 from rl_core.config.schema import PolicyConfig, Section
 from rl_core.config.section import Devices, model_path_problem
@@ -17,6 +19,44 @@ from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_core.config.schema import ClusterConfig, RunSections
+
+
+LORA: Final = "policy.megatron_cfg.lora"
+_MEGATRON_LAYERS: Final = {
+    "linear_qkv": "q_proj, k_proj and v_proj",
+    "linear_proj": "o_proj",
+    "linear_fc1": "gate_proj and up_proj",
+    "linear_fc2": "down_proj",
+}
+
+
+class MegatronLoRAConfig(AdapterConfig):
+    """Low-rank adapters (LoRA): train small matrices added to frozen linear layers instead of all weights.
+
+    Layers are named as in Transformers (`q_proj`, `gate_proj`), also where Megatron-Core fuses them. Experts are not adapted.
+    """
+
+    @property
+    def scale(self) -> float:
+        """The scale s in W x + s B A x."""
+        return float(self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_supported(cls, given: Any) -> Any:
+        for key in ("dropout", "use_dora", "autocast"):
+            if isinstance(given, dict) and key in given:
+                raise ValueError(f"{key} is only supported by the backend `hf`: remove it, or set `policy.backend: hf`")
+        return given
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for name in self.target_modules if isinstance(self.target_modules, list) else ():
+            if (layers := _MEGATRON_LAYERS.get(name.rpartition(".")[2])) is not None:
+                raise ValueError(
+                    f"target_modules: Megatron-Core's {name} consists of {layers}, which are the names to use here"
+                )
+        return self
 
 
 class MegatronConfig(Section):
@@ -68,7 +108,7 @@ class MegatronConfig(Section):
     """Number of layers; see `recompute_method`."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Implementation of the layers: `local` (PyTorch) or `transformer_engine` (GPU only). `auto` uses Transformer Engine if
-    it is installed."""
+    it is installed and no adapters are trained."""
     use_flash_attention: bool | None = None
     """Whether to use flash attention. True fails without a flash attention kernel; false uses the plain kernel. By default, the
     fastest available kernel is used."""
@@ -78,8 +118,11 @@ class MegatronConfig(Section):
     """Pad each rank's shard of the vocabulary to a multiple of this value. Padding entries have probability 0."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Number of positions for which float32 logits are in memory at one time."""
+    lora: MegatronLoRAConfig | None = None
+    """Train low-rank adapters with frozen base weights; null trains all weights."""
     reference: bool = True
-    """Whether a reference policy is available: a frozen copy of the initial weights, made when it is first needed."""
+    """Whether a reference policy is available: a frozen copy of the initial weights, made when it is first needed. With `lora`,
+    the adapters are disabled instead."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the tokenizer."""
     seed: int = 0
@@ -135,6 +178,12 @@ class MegatronConfig(Section):
             raise ValueError(
                 "moe_grouped_gemm requires Transformer Engine: leave it out, or set transformer_impl: transformer_engine"
             )
+        if self.lora is not None and (self.moe_grouped_gemm or self.transformer_impl == "transformer_engine"):
+            key = "moe_grouped_gemm" if self.moe_grouped_gemm else "transformer_impl: transformer_engine"
+            raise ValueError(
+                f"{key} cannot be combined with lora: Transformer Engine fuses layers with the norm before them, and adapters "
+                "need its result. Remove one of them"
+            )
         return self
 
 
@@ -150,10 +199,17 @@ class MegatronPolicyConfig(PolicyConfig):
     def missing_reference(self) -> str | None:
         return None if self.megatron_cfg.reference else "policy.megatron_cfg.reference is false"
 
+    @property
+    def lora_rank(self) -> int | None:
+        return None if self.megatron_cfg.lora is None else self.megatron_cfg.lora.rank
+
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """A number of ranks that does not fit the parallelism, and parallelism that a local model does not support."""
+        """A number of ranks that does not fit the parallelism; parallelism and LoRA targets that do not fit a local model."""
         if (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem
+        if (lora := self.megatron_cfg.lora) is not None:
+            for key, problem in lora.problems(self.model_name, head=self.head):
+                yield ("megatron_cfg", "lora", key), problem
         # Components created in Python bring their own cluster.
         if "cluster" not in run.model_fields_set:
             return
@@ -173,6 +229,15 @@ class MegatronPolicyConfig(PolicyConfig):
             on_gpu = run.cluster.use_gpus is not False
             for key, reason in find_incompatibilities(described, megatron, world_size=ranks, on_gpu=on_gpu):
                 yield ("megatron_cfg", key), reason
+
+    def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
+        """LoRA targets, by the layers of the model's family."""
+        if self.python is None and self.megatron_cfg.lora is not None:
+            from rl_backends_megatron.hf_folder import find_folder, read_config
+            from rl_backends_megatron.lora import adapted_layers
+
+            adapted_layers(read_config(find_folder(self.model_name, weights=False)), self)
+        yield from ()
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Number of copies of the model in the cluster."""

@@ -20,6 +20,7 @@ from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config, write_folder
+from rl_backends_megatron.lora import LoraAdapters
 from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.scalar_head import source_with_head, with_scalar_head
@@ -40,6 +41,7 @@ class LoadedModel:
         chunks: the layers.
         bridge: maps its weights to Hugging Face names.
         scalar: whether it has a scalar head.
+        adapters: its adapters, if it has some.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class LoadedModel:
     chunks: Chunks
     bridge: Bridge
     scalar: bool
+    adapters: LoraAdapters | None
 
     def load_initial_weights(self, into: SetWeight = torch.Tensor.copy_) -> None:
         """Load the weights from the model's own folder; a missing scalar head is initialized with zeros.
@@ -59,6 +62,8 @@ class LoadedModel:
         """
         with self._tensors(self.folder) as source:
             self.bridge.load(source_with_head(source, self.hf) if self.scalar else source, into)
+        if self.adapters is not None:
+            self.adapters.init(into)
 
     def load_weights(self, folder: Path, into: SetWeight = torch.Tensor.copy_) -> None:
         """Load the weights from another folder.
@@ -120,9 +125,11 @@ def build_model(config: MegatronPolicyConfig, ranks: Ranks) -> LoadedModel:
             tied=is_tied(hf, config),
             num_experts=chunks.config.num_moe_experts,
         )
+        # After the bridge, which maps the base's weights only.
+        adapters = None if config.megatron_cfg.lora is None else LoraAdapters(chunks.modules, family, hf, config, ranks)
     for module in chunks.modules:
         module.to(ranks.device)
-    return LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge, scalar=scalar)
+    return LoadedModel(folder=folder, hf=hf, chunks=chunks, bridge=bridge, scalar=scalar, adapters=adapters)
 
 
 _SINGLE_RANK = WorkerContext(

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,7 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
             f"(here: {device}, {'installed' if installed else 'not installed'}). Set it to `auto` or `local`.",
             key="policy.megatron_cfg.transformer_impl",
         )
-    is_used = wanted != "local" and installed and device == "cuda"
+    is_used = wanted != "local" and installed and device == "cuda" and config.megatron_cfg.lora is None
     if wanted == "auto" and device == "cuda" and not installed:
         _log.warning(
             "Transformer Engine is not installed, so the layers are PyTorch's, which are slower and have no ring attention. "
@@ -358,22 +358,27 @@ def _inverse_frequencies(hf: Any, own: torch.Tensor) -> torch.Tensor:
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def matrix_sizes(shapes: Mapping[str, Sequence[int]], hf: Any, *, tied: bool) -> dict[str, float]:
+def matrix_sizes(
+    shapes: Mapping[str, Sequence[int]], hf: Any, *, tied: bool, adapters: Iterable[Sequence[int]] | None = None
+) -> dict[str, float]:
     """The fact `matrix_sizes` of `PolicyWorker.setup`. Of experts, those chosen for a token count.
 
     Args:
         shapes: of the whole weights, by their names in a Transformers checkpoint.
         hf: the Transformers config.
         tied: whether the head is the embedding.
+        adapters: shapes of what is trained if `shapes` are frozen.
     """
-    head = _EMBEDDING if tied else _HEAD
+    head, kind = _EMBEDDING if tied else _HEAD, "trained" if adapters is None else "frozen"
     sizes: Counter[str] = Counter()
     for name, shape in shapes.items():
         if name.endswith(head):
-            sizes["trained_head"] += math.prod(shape)
+            sizes[f"{kind}_head"] += math.prod(shape)
         elif len(shape) > 1 and not name.endswith(_EMBEDDING):
-            sizes["experts" if ".experts." in name else "trained"] += math.prod(shape)
+            sizes["experts" if ".experts." in name else kind] += math.prod(shape)
     if experts := sizes.pop("experts", 0):
         count = getattr(hf, "num_local_experts", None) or hf.num_experts
-        sizes["trained"] += experts * hf.num_experts_per_tok // count
+        sizes[kind] += experts * hf.num_experts_per_tok // count
+    if adapters is not None:
+        sizes["trained"] = sum(math.prod(shape) for shape in adapters)
     return {**sizes, "attention": hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf)}

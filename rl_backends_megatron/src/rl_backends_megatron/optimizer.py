@@ -236,7 +236,8 @@ def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
             "adam_eps": given["eps"],
             "decoupled_weight_decay": config.optimizer.name.endswith("AdamW"),
         }
-    dtype = DTYPES[config.dtype_name]
+    # Adapters are float32 with a base of any data type.
+    dtype = DTYPES[config.dtype_name] if config.megatron_cfg.lora is None else torch.float32
     return MegatronOptimizerConfig(
         **fields,
         bf16=dtype == torch.bfloat16,

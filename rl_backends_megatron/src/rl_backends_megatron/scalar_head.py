@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from rl_backends_megatron.families import Family, Replicated, Source, Weight
 
-_HEAD: Final = "score.weight"
+HEAD: Final = "score.weight"
 _OUTPUT: Final = "output_layer.weight"
 
 
@@ -48,7 +48,7 @@ class SourceWithHead:
 
     def whole(self, name: str) -> torch.Tensor:
         """The full tensor with this name."""
-        if name == _HEAD and name not in self._source:
+        if name == HEAD and name not in self._source:
             return torch.zeros(1, self._hidden_size)
         tensor: torch.Tensor = self._source.whole(name)
         return tensor
@@ -72,7 +72,7 @@ def source_with_head(source: Any, hf: Any) -> Source:
 def with_scalar_head(family: Family) -> Family:
     """The family's tables with the scalar head instead of the output layer."""
     others = tuple(weight for weight in family.weights if _OUTPUT not in weight.megatron)
-    return replace(family, weights=(*others, Weight((_OUTPUT,), (_HEAD,), Replicated())))
+    return replace(family, weights=(*others, Weight((_OUTPUT,), (HEAD,), Replicated())))
 
 
 def describe_classifier(hf: Any) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ import torch
 from torch import nn
 
 from rl_backends_base import LossOfMicrobatch, MicrobatchRows, Parallel, TorchPolicyWorker, TrainingStateBase
+from rl_backends_base.adapter_folder import ADAPTER_CONFIG
 from rl_backends_base.optimizer_step import LossAndMetrics
-from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_backends_megatron.config import LORA, MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model, load_model
@@ -96,14 +100,21 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         return self.state  # Megatron's optimizer is part of the model that `build` made
 
     def facts(self) -> Mapping[str, Any]:
-        shapes = self._model.bridge.manifest
-        size = sum(torch.Size(shape).numel() for shape in shapes.values())
+        shapes, hf = self._model.bridge.manifest, self._model.hf
+        adapters = None if self._model.adapters is None else self._model.adapters.shapes
+        trained = {} if self.config.frozen else shapes if adapters is None else adapters
+        trained_matrices = None if adapters is None else list(trained.values())
         return {
-            "num_parameters": size,
-            "num_trained_parameters": 0 if self.config.frozen else size,
+            "num_parameters": _num_values(shapes),
+            "num_trained_parameters": _num_values(trained),
             "vocab_size": self._model.vocab_size,
-            "matrix_sizes": matrix_sizes(shapes, self._model.hf, tied=is_tied(self._model.hf, self.config)),
+            "matrix_sizes": matrix_sizes(shapes, hf, tied=is_tied(hf, self.config), adapters=trained_matrices),
         }
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        # Adapters are float32 with a base of any dtype, and are saved unrounded.
+        return super().trained_dtype if self._model.adapters is None else torch.float32
 
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
@@ -127,8 +138,18 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
     def collect_scores(self, column: torch.Tensor) -> torch.Tensor:
         return self._ranks.tensor_from_last_stage(column)
 
-    def build_reference(self) -> nn.ModuleList:
+    @contextmanager
+    def reference_model(self) -> Iterator[nn.Module]:
         self.require_reference(self.config.megatron_cfg.reference, key="policy.megatron_cfg.reference")
+        if self._model.adapters is None:
+            with super().reference_model() as model:
+                yield model
+        else:  # the policy's own model, without its adapters
+            self.move(weights=self.device)
+            with self._model.adapters.disabled():
+                yield self.model
+
+    def build_reference(self) -> nn.ModuleList:
         return nn.ModuleList(load_model(self.config, self._ranks).chunks.modules).requires_grad_(False).cpu()
 
     def train_step(
@@ -171,6 +192,8 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
 
     def size_keys(self, doing: str) -> list[str]:
         megatron, keys = self.config.megatron_cfg, []
+        if megatron.lora is None and not self.config.frozen:
+            keys.append("train adapters (`megatron_cfg.lora: {}`)")
         if not (self.config.frozen or megatron.use_distributed_optimizer):
             keys.append("shard the optimizer state (`megatron_cfg.use_distributed_optimizer: true`)")
         ranks = megatron.tensor_model_parallel_size
@@ -215,6 +238,11 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         self.move(weights=self.device, state=torch.device("cpu"))
 
     def save_weights(self, folder: Path) -> None:
+        if self._model.adapters is not None:
+            self.move(weights=self.device)
+            self._complete_weights()
+            self._model.adapters.save(folder)
+            return
         weights = self.iter_weights()
         if self.context.rank == 0:
             copy_generation_config(self._model.folder, folder)
@@ -224,13 +252,22 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
                 pass
 
     def try_save(self, weights_path: Path) -> None:
-        if self.context.rank == 0:
+        if self.context.rank == 0 and self._model.adapters is not None:
+            self._model.adapters.save_config(Path(weights_path))
+        elif self.context.rank == 0:
             copy_generation_config(self._model.folder, Path(weights_path))
             self._config_to_save().save_pretrained(weights_path)
 
     def load_weights(self, folder: Path) -> None:
+        if self._model.adapters is not None:
+            self._restore()
+            self._complete_weights()
+            self._model.adapters.load(folder, self._set_weight)
+            return
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} has no config.json, so it contains no weights: use another checkpoint.")
+            adapter = (folder / ADAPTER_CONFIG).is_file()
+            advice = f"it has an adapter; resume with the `{LORA}` that wrote it" if adapter else "use another checkpoint"
+            raise CheckpointError(f"{folder} has no config.json, so it contains no weights: {advice}.")
         hf = read_config(folder)
         if hf.model_type != self._model.hf.model_type:
             raise CheckpointError(f"{folder} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
@@ -246,6 +283,8 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
                 del self.model, self.state, self._model, self._weights, self._masters
                 self._sampler = None
                 self._build(shards_optimizer=saved)
+                if self._model.adapters is not None:  # the base is not in the checkpoint
+                    self._model.load_initial_weights(self._set_weight)
         super().load_checkpoint(weights_path, optimizer_path)
 
     def save_training_state(self, folder: Path) -> None:
@@ -297,12 +336,24 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         return ", ".join(f"{name} {group.rank()}" for name, group in groups.items())
 
     def weight_manifest(self) -> RefitManifest:
-        return {name: (tuple(shape), dtype_name(self.dtype)) for name, shape in self._model.bridge.manifest.items()}
+        base = {name: (tuple(shape), dtype_name(self.dtype)) for name, shape in self._model.bridge.manifest.items()}
+        adapters = self._model.adapters
+        return base if adapters is None or not self._sends_adapters else {**base, **adapters.manifest}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self.move(weights=self.device)
         self._complete_weights()
-        return self._model.bridge.export(names)
+        bridge, adapters = self._model.bridge, self._model.adapters
+        if adapters is None:
+            return bridge.export(names)
+        if self._sends_adapters:
+            return itertools.chain(bridge.export(names), adapters.export(names))
+        return bridge.export(names, value=adapters.merged)
+
+    @property
+    def _sends_adapters(self) -> bool:
+        """Whether an engine gets adapters and the frozen weights separately."""
+        return self.config.generation is not None and self.config.generation.lora == "adapter"
 
     def shutdown(self) -> None:
         self.leave_refit()
@@ -345,3 +396,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         if self.config.head == "scalar":
             describe_classifier(config)
         return config
+
+
+def _num_values(shapes: Mapping[str, Sequence[int]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

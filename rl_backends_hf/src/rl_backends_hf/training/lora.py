@@ -13,7 +13,6 @@ The model is never merged in place. Exported weights are W + s B A, computed for
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rl_backends_base.adapter_folder import AdapterFolder, check_same_adapter, check_same_tensors
 from rl_backends_base.shards import placeholders_of_shards, whole
-from rl_backends_hf.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.pictures import language_model
@@ -43,6 +42,7 @@ from rl_core.errors import CheckpointError, NotSupportedError, UserError
 _log = logging.getLogger("rlcore")
 _NAME: Final = "default"
 """peft's name of the only adapter; its files do not contain it."""
+_SECTION: Final = "policy.hf_cfg.lora"
 _HEAD_KEY: Final = f"base_model.model.{HEAD_NAME}.weight"
 """Key in peft's files of a scalar head that is saved in full."""
 
@@ -208,8 +208,7 @@ class LoraAdapters:
         assert config.adapter_path is not None
         folder = AdapterFolder(config.adapter_path)
         head = "tokens" if self._head is None else "scalar"
-        for key, problem in folder.problems(config.model_dump(), model_name=self._base, head=head):
-            raise UserError(f"`policy.hf_cfg.lora.{key}`: {problem}", key=f"policy.hf_cfg.lora.{key}")
+        folder.check(config.model_dump(), model_name=self._base, head=head, at=_SECTION)
         if (own := self._settings.base_model_name_or_path) != folder.base_name and recorded_base(folder.path) is None:
             _log.warning("The adapter in %s names %s as its base, and is trained on %s.", folder.name, folder.base_name, own)
         try:
@@ -228,7 +227,7 @@ class LoraAdapters:
         Raises:
             CheckpointError: the folder is missing, incomplete, or has another adapter; the adapters are unchanged.
         """
-        self._check_same_adapter(folder)
+        check_same_adapter(folder, self._settings.to_dict(), at=_SECTION)
         try:
             with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
                 quantization = (file.metadata() or {}).get("quantization", self._quantization)
@@ -245,37 +244,11 @@ class LoraAdapters:
         adapters = self._tensors()
         if head_is_optional and _HEAD_KEY not in saved:
             adapters.pop(_HEAD_KEY, None)
-        if odd := sorted(saved.keys() ^ adapters.keys()):
-            raise CheckpointError(
-                f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Use "
-                "the `policy.hf_cfg.lora` and model that wrote it.",
-                key="policy.hf_cfg.lora",
-            )
-        for name, tensor in adapters.items():
-            if saved[name].shape != tensor.shape:
-                there, here = tuple(saved[name].shape), tuple(tensor.shape)
-                raise CheckpointError(f"{folder} has a different adapter: {name} is {there} there and {here} here.")
+        shapes = {name: tensor.shape for name, tensor in saved.items()}
+        check_same_tensors(folder, shapes, {name: tensor.shape for name, tensor in adapters.items()}, at=_SECTION)
         with torch.no_grad():
             for name, tensor in adapters.items():
                 tensor.copy_(saved[name])
-
-    def _check_same_adapter(self, folder: Path) -> None:
-        """Compare settings that shapes do not show: the scale of B A."""
-        try:
-            saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            whole = " It contains the weights of a full model." if (folder / "config.json").is_file() else ""
-            raise CheckpointError(
-                f"{folder} has no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the same "
-                "`policy.hf_cfg.lora` that wrote it.",
-                key="policy.hf_cfg.lora",
-            ) from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"Cannot read {folder / ADAPTER_CONFIG}: {error}") from error
-        for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
-            there, here = saved.get(key), getattr(self._settings, key)
-            if there != here:
-                raise CheckpointError(f"{folder} has a different adapter: `{key}` is {there} there and {here} here.", key=key)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The adapter tensors under the names of peft's files."""

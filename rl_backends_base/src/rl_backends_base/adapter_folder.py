@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, Final
 from rl_core.config.section import checkpoint_hint
 from rl_core.data.hub import model_source, require_model
 from rl_core.data.model_digests import ADAPTER_WEIGHTS, recorded_base, safetensors_header, weights_digest
-from rl_core.errors import UserError
+from rl_core.errors import CheckpointError, UserError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 SAVED_NAMES: Final = {
@@ -26,7 +26,7 @@ SAVED_NAMES: Final = {
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
 }
-"""Key of `policy.hf_cfg.lora` to the key of peft's config; these are read from a folder if they are not set."""
+"""Key of the section `lora` to the key of peft's config; these are read from a folder if they are not set."""
 _OF_TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
 _OF_HEAD: Final = "base_model.model.score.weight"
 _UNSUPPORTED: Final = (
@@ -96,7 +96,7 @@ class AdapterFolder:
             raise UserError(f"Cannot read {file}: {error}.{hint}") from error
 
     def settings(self) -> dict[str, Any]:
-        """The values of the keys of `policy.hf_cfg.lora` that decide what the adapter computes."""
+        """The values of the keys of the section `lora` that decide what the adapter computes."""
         return {key: self.config[name] for key, name in SAVED_NAMES.items() if self.config.get(name) is not None}
 
     def base_problem(self, model_name: str) -> str | None:
@@ -122,11 +122,16 @@ class AdapterFolder:
         revision = self.config.get("revision")
         return f"{self.base_name}@{revision}" if self.base_name and revision else self.base_name
 
+    def check(self, section: Mapping[str, Any], *, model_name: str, head: str, at: str) -> None:
+        """Raise the first of `problems` as `UserError`; `at` is the section, such as `policy.hf_cfg.lora`."""
+        for key, problem in self.problems(section, model_name=model_name, head=head):
+            raise UserError(f"`{at}.{key}`: {problem}", key=f"{at}.{key}")
+
     def problems(self, section: Mapping[str, Any], *, model_name: str, head: str) -> Iterator[tuple[str, str]]:
-        """Why training cannot continue from the folder, each by key of `policy.hf_cfg.lora`. Reads no tensors.
+        """Why training cannot continue from the folder, each by key of the section `lora`. Reads no tensors.
 
         Args:
-            section: the values of `policy.hf_cfg.lora`.
+            section: the values of the section.
             model_name: `policy.model_name`.
             head: head type of the model.
         """
@@ -143,7 +148,10 @@ class AdapterFolder:
             yield "adapter_path", str(error)
             return
         for key, saved in self.settings().items():
-            if not key.endswith("modules") and section[key] != saved:
+            if key not in section:
+                if saved:
+                    yield "adapter_path", f"{self.name} has `{key}: {saved}`, which only the backend `hf` supports."
+            elif not key.endswith("modules") and section[key] != saved:
                 there = f"`{SAVED_NAMES[key]}: {saved}`"
                 yield (
                     key,
@@ -186,6 +194,53 @@ class AdapterFolder:
             if match[2] == "lora_A.weight" and shape[:1] != (config.get("r"),):
                 yield f"{name} with rank {shape[0]} instead of `r: {config.get('r')}`"
                 return
+
+
+def check_same_adapter(folder: Path, settings: Mapping[str, Any], *, at: str) -> None:
+    """Compare settings that the shapes of tensors do not show: the scale of B A.
+
+    Args:
+        folder: the weights of a checkpoint.
+        settings: the config of the adapter that is trained here, in peft's names.
+        at: the section that decides it, such as `policy.hf_cfg.lora`.
+
+    Raises:
+        CheckpointError: the folder has no adapter, or another one.
+    """
+    try:
+        saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        whole = " It contains the weights of a full model." if (folder / "config.json").is_file() else ""
+        raise CheckpointError(
+            f"{folder} has no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the same `{at}` that "
+            "wrote it.",
+            key=at,
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {folder / ADAPTER_CONFIG}: {error}") from error
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+        there, here = saved.get(key), settings[key]
+        if there != here:
+            raise CheckpointError(f"{folder} has a different adapter: `{key}` is {there} there and {here} here.", key=key)
+
+
+def check_same_tensors(folder: Path, saved: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]], *, at: str) -> None:
+    """Compare the names and shapes of the tensors in a folder with those of the adapter that is trained here.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if odd := sorted(saved.keys() ^ here.keys()):
+        raise CheckpointError(
+            f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Use "
+            f"the `{at}` and model that wrote it.",
+            key=at,
+        )
+    for name, shape in here.items():
+        if tuple(saved[name]) != tuple(shape):
+            raise CheckpointError(
+                f"{folder} has a different adapter: {name} is {tuple(saved[name])} there and {tuple(shape)} here."
+            )
 
 
 def adapter_as_model(name: str) -> str | None:
