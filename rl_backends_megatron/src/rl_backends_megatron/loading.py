@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rl_backends_base.adapter_folder import ADAPTER_CONFIG
 from rl_backends_megatron.bridge import Bridge, SetWeight
-from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.config import LORA, MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
-from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config, write_folder
+from rl_backends_megatron.hf_folder import SafetensorsFolder, copy_generation_config, find_folder, read_config, write_folder
 from rl_backends_megatron.lora import LoraAdapters
 from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks, join, leave
-from rl_backends_megatron.scalar_head import source_with_head, with_scalar_head
+from rl_backends_megatron.scalar_head import describe_classifier, source_with_head, with_scalar_head
 from rl_core.backend import check_files, refuse_other_head
 from rl_core.config.section import model_files
+from rl_core.data.model_digests import ADAPTER_WEIGHTS
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.interfaces.worker_context import WorkerContext
@@ -82,6 +85,14 @@ class LoadedModel:
         tensors = SafetensorsFolder(folder)
         check_files(str(folder), head="scalar" if self.scalar else "tokens", error=CheckpointError)
         return tensors
+
+    def config_to_save(self, config: MegatronPolicyConfig) -> Any:
+        """The Hugging Face config to write next to exported weights; `config` is the section `policy`."""
+        hf = copy.deepcopy(self.hf)
+        hf.dtype = DTYPES[config.dtype_name]
+        if self.scalar:
+            describe_classifier(hf)
+        return hf
 
     @property
     def vocab_size(self) -> int:
@@ -168,10 +179,46 @@ def to_megatron(conversion: Conversion) -> None:
         write_folder(conversion.output, model.bridge.export(), hf)
     finally:
         leave()
-    for name in model_files(conversion.source):
-        if name != "config.json" and not name.endswith((".safetensors", ".index.json")):
-            (conversion.output / name).parent.mkdir(exist_ok=True)
-            shutil.copy(conversion.source / name, conversion.output / name)
+    names = [name for name in model_files(conversion.source) if not name.endswith((".safetensors", ".index.json"))]
+    _copy(conversion.source, conversion.output, [name for name in names if name != "config.json"])
+
+
+def to_folder(conversion: Conversion) -> None:
+    """Fill the output with a folder for Transformers or, for unmerged adapters, for peft.
+
+    Merged weights equal those of a refit from one rank, bit for bit.
+
+    Raises:
+        UserError: the base model is not at the path in the checkpoint.
+        CheckpointError: the adapter is incomplete, or does not belong to the base model.
+    """
+    source, output = conversion.source, conversion.output
+    if not conversion.merge or not (source / ADAPTER_CONFIG).is_file():
+        _copy(source, output, model_files(source))
+        return
+    given: dict[str, Any] = {**conversion.policy, "generation": None}
+    if conversion.model is not None:
+        given["model_name"] = conversion.model
+    lora = given.get("megatron_cfg", {}).get("lora")
+    if lora is None:
+        raise CheckpointError(f"{source} contains an adapter, but the config saved with it has no `{LORA}`.")
+    config = MegatronPolicyConfig.model_validate({**given, "megatron_cfg": {"lora": {**lora, "adapter_path": None}}})
+    ranks = join(_SINGLE_RANK, config.megatron_cfg)
+    try:
+        model = load_model(config, ranks)
+        assert model.adapters is not None
+        model.adapters.load(source, torch.Tensor.copy_)
+        copy_generation_config(model.folder, output)
+        write_folder(output, model.bridge.export(value=model.adapters.merged), model.config_to_save(config))
+    finally:
+        leave()
+    _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
+
+
+def _copy(source: Path, output: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (output / name).parent.mkdir(exist_ok=True)
+        shutil.copy(source / name, output / name)
 
 
 def _reject_adapter_options(conversion: Conversion) -> None:

@@ -266,8 +266,8 @@ def _rows_of(weight: Weight, layer: Any, sizes: Sizes, ranks: Ranks) -> tuple[in
     if sizes.num_groups % ranks.tensor.size():
         raise NotSupportedError(
             f"`{LORA}`: {ranks.tensor.size()} tensor-parallel ranks share {sizes.num_groups} key-value heads, so a rank has "
-            "parts of heads, and q_proj, k_proj and v_proj cannot be adapted. Lower `tensor_model_parallel_size` to a divisor of "
-            f"{sizes.num_groups}, or set `{LORA}.exclude_modules: [q_proj, k_proj, v_proj]`.",
+            "parts of heads, and q_proj, k_proj and v_proj cannot be adapted. Lower `tensor_model_parallel_size` to a divisor "
+            f"of {sizes.num_groups}, or set `{LORA}.exclude_modules: [q_proj, k_proj, v_proj]`.",
             key=LORA,
         )
     queries = sizes.num_heads // sizes.num_groups * sizes.head_dim

@@ -20,8 +20,9 @@ from rl_backends_base import MicrobatchSplitter
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
+from rl_backends_megatron.lora import adapted_layers, add_adapters
 from rl_backends_megatron.megatron_internals import check_megatron
-from rl_backends_megatron.model import DTYPES, build_chunks, is_tied, matrix_sizes
+from rl_backends_megatron.model import DTYPES, build_chunks, is_tied, matrix_sizes, sizes_of
 from rl_backends_megatron.model_inputs import Layout, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head
@@ -57,9 +58,10 @@ class PolicyMemory:
         reference: bool,
         on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
-        weights = self._traced(ranks, None)["weights"]
-        held = self._state(weights, ranks)
-        if reference:
+        counts = self._traced(ranks, None)
+        weights = counts["weights"]
+        held = self._state(weights, counts["trained"], ranks)
+        if reference and self._config.megatron_cfg.lora is None:
             held["reference weights"] = DTYPES[self._config.dtype_name].itemsize * weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
@@ -83,7 +85,11 @@ class PolicyMemory:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self._config.head == "scalar":
             shapes.pop("lm_head.weight", None)
-        return matrix_sizes(shapes, self._hf, tied=is_tied(self._hf, self._config))
+        adapted = adapted_layers(self._hf, self._config) if self._config.megatron_cfg.lora is not None else None
+        rank = self._config.lora_rank or 0
+        # A and B of each layer, as one matrix.
+        adapters = None if adapted is None else [(rank, sum(shapes[f"{name}.weight"])) for name in sorted(adapted)]
+        return matrix_sizes(shapes, self._hf, tied=is_tied(self._hf, self._config), adapters=adapters)
 
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
         """False: rows of the same prompt are computed separately."""
@@ -100,35 +106,38 @@ class PolicyMemory:
         return left_out
 
     def saving_overrides(self) -> list[str]:
-        return ["++policy.megatron_cfg.use_distributed_optimizer=true"]
+        lora = [] if self._config.megatron_cfg.lora is not None else ["++policy.megatron_cfg.lora.rank=16"]
+        return ["++policy.megatron_cfg.use_distributed_optimizer=true", *lora]
 
     @property
     def _is_mixture(self) -> bool:
         """Whether the model is a mixture of experts."""
         return bool(getattr(self._hf, "num_experts", None) or getattr(self._hf, "num_local_experts", None))
 
-    def _state(self, weights: int, ranks: int) -> dict[str, int]:
-        """Bytes of weights, gradients, masters and optimizer state.
+    def _state(self, weights: int, trained: int, ranks: int) -> dict[str, int]:
+        """Bytes of weights, gradients, masters and optimizer state, from numbers of values.
 
-        Megatron keeps a buffer of all gradients. A float32 weight is its own master. The distributed optimizer shards masters
-        and moments over the ranks that have the same weights (https://arxiv.org/abs/1910.02054, section 5.1).
+        Megatron keeps a buffer of all gradients. A float32 weight is its own master, and so is an adapter. The distributed
+        optimizer shards masters and moments over the ranks that have the same weights (https://arxiv.org/abs/1910.02054,
+        section 5.1).
         """
         config, megatron = self._config, self._config.megatron_cfg
         width = DTYPES[config.dtype_name].itemsize
-        held = {"weights": width * weights}
+        adapts = megatron.lora is not None
+        held = {"weights": width * weights if not adapts else width * (weights - trained) + 4 * trained}
         if config.frozen:
             return held
         same = ranks // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
         shards = same if megatron.use_distributed_optimizer else 1
         moments = 2 if "Adam" in config.optimizer.name else int(bool(config.optimizer.kwargs.get("momentum")))
-        held["gradients"] = (4 if megatron.grad_reduce_in_fp32 else width) * weights
-        held["optimizer state"] = 4 * moments * weights // shards
-        if width < 4:
+        held["gradients"] = (4 if megatron.grad_reduce_in_fp32 or adapts else width) * trained
+        held["optimizer state"] = 4 * moments * trained // shards
+        if width < 4 and not adapts:
             held["float32 master weights"] = 4 * weights // shards
         return held
 
     def _traced(self, ranks: int, shape: tuple[int, int] | None, *, training: bool = False) -> dict[str, int]:
-        """The peak bytes of a microbatch on the stage with the most layers; without `shape`, its number of weights."""
+        """The peak bytes of a microbatch on the stage with the most layers; without `shape`, its numbers of values."""
         megatron = self._config.megatron_cfg
         if shape is not None:
             shape = (shape[0], -(-shape[1] // megatron.context_parallel_size))
@@ -147,8 +156,12 @@ class PolicyMemory:
         head = make_head(config, ranks, vocab_size=self._hf.vocab_size)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
             [module] = build_chunks(hf, family, config, device=ranks.device.type).modules
+            if config.megatron_cfg.lora is not None:
+                add_adapters([module], family, sizes_of(hf), adapted_layers(self._hf, config), config, ranks)
             if shape is None:
-                return {"weights": sum(parameter.numel() for parameter in module.parameters())}
+                parameters = list(module.parameters())
+                trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+                return {"weights": sum(parameter.numel() for parameter in parameters), "trained": trained}
             if self._is_mixture:
                 return {"activations": 0, "logits and temporary tensors": 0}
             with MemTracker() as tracker:

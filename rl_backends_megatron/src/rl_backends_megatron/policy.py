@@ -54,7 +54,10 @@ class MegatronPolicy(DistributedPolicy):
     """
 
     memory_planner = "rl_backends_megatron.planned_memory:PolicyMemory"
-    checkpoint_conversions = {"megatron": "rl_backends_megatron.loading:to_megatron"}  # noqa: RUF012
+    checkpoint_conversions = {  # noqa: RUF012
+        "hf": "rl_backends_megatron.loading:to_folder",
+        "megatron": "rl_backends_megatron.loading:to_megatron",
+    }
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from rl_backends_megatron.model import is_tied, matrix_sizes
 from rl_backends_megatron.model_inputs import Layout, ModelInput, filler_microbatch
 from rl_backends_megatron.optimizer import Offloader
 from rl_backends_megatron.parallel import Ranks, join, leave
-from rl_backends_megatron.scalar_head import describe_classifier
 from rl_backends_megatron.scoring import LogprobHead, ValueHead, forward, forward_backward, make_head
 from rl_backends_megatron.training_state import SHARDS_OPTIMIZER, MegatronState, saved_setting
 from rl_core.backend import (
@@ -246,7 +244,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         weights = self.iter_weights()
         if self.context.rank == 0:
             copy_generation_config(self._model.folder, folder)
-            write_folder(folder, weights, self._config_to_save())
+            write_folder(folder, weights, self._model.config_to_save(self.config))
         else:
             for _ in weights:
                 pass
@@ -256,7 +254,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
             self._model.adapters.save_config(Path(weights_path))
         elif self.context.rank == 0:
             copy_generation_config(self._model.folder, Path(weights_path))
-            self._config_to_save().save_pretrained(weights_path)
+            self._model.config_to_save(self.config).save_pretrained(weights_path)
 
     def load_weights(self, folder: Path) -> None:
         if self._model.adapters is not None:
@@ -389,13 +387,6 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
             seed=self.config.megatron_cfg.seed,
             tokenizer=tokenizer,
         )
-
-    def _config_to_save(self) -> Any:
-        config = copy.deepcopy(self._model.hf)
-        config.dtype = self.dtype
-        if self.config.head == "scalar":
-            describe_classifier(config)
-        return config
 
 
 def _num_values(shapes: Mapping[str, Sequence[int]]) -> int:
