@@ -13,7 +13,7 @@ from rl_backends_hf import HuggingFaceGeneration
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
-from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_core.errors import CheckpointError, NotSupportedError, UserError, WorkerError
 from rl_train.launch.train import train as launch
 from rl_train.run_folders.convert import convert
 from rl_train.weight_sync.canary import RefitCanary, make_canary
@@ -276,5 +276,5 @@ def test_a_run_is_exported_as_an_adapter_that_peft_loads_and_as_a_merged_model(r
     for name, tensor in continued.group.worker.iter_weights():
         assert torch.equal(tensor, merged.state_dict()[name]), name
     continued.shutdown()
-    with pytest.raises(UserError, match="8 differs from the adapter"):
+    with pytest.raises(WorkerError, match="8 differs from the adapter"):
         policy(MODEL, lora={**section, "rank": 8}).wait_ready()

@@ -25,10 +25,11 @@ def planned(model, *, ranks=1, train=(ROWS, LENGTH), several=False, reference=Fa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("megatron", [{}, {"lora": {"rank": 8}}])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_gradients_and_optimizer_state_are_those_of_a_worker_after_a_step(models, policy, precision):
-    held = planned(models / "llama", precision=precision)["held"]
-    made = policy("llama", precision=precision)
+def test_weights_gradients_and_optimizer_state_are_those_of_a_worker_after_a_step(models, policy, precision, megatron):
+    held = planned(models / "llama", precision=precision, reference=bool(megatron), megatron=megatron)["held"]
+    made = policy("llama", precision=precision, **megatron)
     made.train(cases.make_rows(), cases.NLL())
     found = {}
     for kind, tensors in made.group.worker.tensors_by_kind().items():
@@ -38,6 +39,15 @@ def test_weights_gradients_and_optimizer_state_are_those_of_a_worker_after_a_ste
     # Megatron aligns its gradient buffers to 64 values.
     assert held.pop("gradients") == pytest.approx(found.pop("gradients"), rel=0.02)
     assert held == {kind: size for kind, size in found.items() if size}
+
+
+@pytest.mark.slow
+def test_adapters_need_no_copy_for_a_reference_and_little_optimizer_state(models):
+    whole, adapted = (planned(models / "llama", reference=True, megatron=megatron) for megatron in ({}, {"lora": {"rank": 2}}))
+    assert "reference weights" in whole["held"]
+    assert adapted["held"]["weights"] < 1.1 * whole["held"]["weights"]
+    assert adapted["held"]["optimizer state"] < 0.2 * whole["held"]["optimizer state"]
+    assert 0.5 * whole["train"]["activations"] < adapted["train"]["activations"] < 1.5 * whole["train"]["activations"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """A NeMo RL config of each algorithm and of Megatron keeps its meaning as an rlcore config."""
 
 import pytest
-from nemo_rl_configs import ours_of
+from nemo_rl_configs import imported_with, ours_of
 
+from rl_train.config.loader import load_config
 from rlcore_cli.importing.apply import import_config
 
 
@@ -53,6 +54,19 @@ def test_a_supervised_config_keeps_its_meaning(nemo_rl, tmp_path):
     assert ours.policy.hf_cfg.data_parallel == "replicate"
     assert ours.checkpointing.metric_name == "validation/loss"
     assert lines["data.add_bos"].outcome == "unsupported"
+
+
+def test_adapters_of_megatron_are_those_of_the_same_layers(nemo_rl, tmp_path):
+    peft = {"enabled": True, "dim": 8, "alpha": 16, "dropout": 0.0, "exclude_modules": [], "lora_A_init_method": "xavier"}
+    layers = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    changes = {"policy.megatron_cfg.peft": {**peft, "target_modules": layers}}
+    imported_with(nemo_rl, tmp_path, changes, base="megatron.yaml")
+    lora = load_config(tmp_path / "ours.yaml").run.policy.megatron_cfg.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (8, 16, "all-linear")
+    changes = {"policy.megatron_cfg.peft": {**peft, "target_modules": layers[:1], "dropout": 0.1}}
+    _, lines = imported_with(nemo_rl, tmp_path, changes, base="megatron.yaml")
+    unsupported = {key for key, line in lines.items() if line.outcome == "unsupported" and ".peft." in key}
+    assert unsupported == {"policy.megatron_cfg.peft.target_modules", "policy.megatron_cfg.peft.dropout"}
 
 
 def test_preference_pairs_are_converted_to_rows(nemo_rl, tmp_path):

@@ -7,6 +7,7 @@ multiplied by the depth.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.hooks import RemovableHandle
 
 from rl_backends_base import MicrobatchSplitter
 from rl_backends_megatron.cpu_shim import cpu_shim
@@ -158,6 +160,10 @@ class PolicyMemory:
             [module] = build_chunks(hf, family, config, device=ranks.device.type).modules
             if config.megatron_cfg.lora is not None:
                 add_adapters([module], family, sizes_of(hf), adapted_layers(self._hf, config), config, ranks)
+                # torch's tracker registers hooks for the gradients of all parameters, also of frozen ones.
+                for parameter in (each for each in module.parameters() if not each.requires_grad):
+                    parameter.register_hook = lambda hook: RemovableHandle(OrderedDict())
+                    parameter.register_post_accumulate_grad_hook = parameter.register_hook
             if shape is None:
                 parameters = list(module.parameters())
                 trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
