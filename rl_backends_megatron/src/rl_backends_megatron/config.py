@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rl_core.config.schema import ClusterConfig, RunSections
 
 
-LORA: Final = "policy.megatron_cfg.lora"
 _MEGATRON_LAYERS: Final = {
     "linear_qkv": "q_proj, k_proj and v_proj",
     "linear_proj": "o_proj",
@@ -232,11 +231,12 @@ class MegatronPolicyConfig(PolicyConfig):
 
     def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """LoRA targets, by the layers of the model's family."""
-        if self.python is None and self.megatron_cfg.lora is not None:
+        lora = self.megatron_cfg.lora
+        if self.python is None and lora is not None:
             from rl_backends_megatron.hf_folder import find_folder, read_config
-            from rl_backends_megatron.lora import adapted_layers
+            from rl_backends_megatron.lora_targets import adapted_layers
 
-            adapted_layers(read_config(find_folder(self.model_name, weights=False)), self)
+            adapted_layers(read_config(find_folder(self.model_name, weights=False)), lora, model_name=self.model_name)
         yield from ()
 
     def data_ranks(self, cluster: ClusterConfig) -> int:

@@ -18,11 +18,12 @@ import torch
 
 from rl_backends_base.adapter_folder import ADAPTER_CONFIG
 from rl_backends_megatron.bridge import Bridge, SetWeight
-from rl_backends_megatron.config import LORA, MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, copy_generation_config, find_folder, read_config, write_folder
 from rl_backends_megatron.lora import LoraAdapters
+from rl_backends_megatron.lora_targets import LORA
 from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.scalar_head import describe_classifier, source_with_head, with_scalar_head

@@ -41,10 +41,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from rl_backends_base.adapter_folder import ADAPTER_CONFIG, AdapterFolder, check_same_adapter, check_same_tensors
-from rl_backends_base.lora_section import ALL_LINEAR, matching_names, nothing_left_error
 from rl_backends_megatron.bridge import Bridge, LocalParameter, SetWeight
-from rl_backends_megatron.config import LORA, MegatronLoRAConfig, MegatronPolicyConfig
-from rl_backends_megatron.families import Family, QueryKeyValue, Replicated, Sharded, Sizes, Weight, family_of
+from rl_backends_megatron.config import MegatronLoRAConfig, MegatronPolicyConfig
+from rl_backends_megatron.families import Family, QueryKeyValue, Replicated, Sharded, Sizes, Weight
+from rl_backends_megatron.lora_targets import LORA, adapted_layers
 from rl_backends_megatron.model import sizes_of
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scalar_head import HEAD
@@ -53,48 +53,8 @@ from rl_core.data.hub import model_source
 from rl_core.data.model_digests import ADAPTER_WEIGHTS, BASE_WEIGHTS, weights_digest
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
-_LINEAR: Final = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 _IN_FILE: Final = "base_model.model."
 """Beginning of the names of tensors in files of peft."""
-
-
-def adapted_layers(hf: Any, config: MegatronPolicyConfig) -> set[str]:
-    """Names of the Hugging Face model's linear layers to adapt.
-
-    Args:
-        hf: the Hugging Face config.
-        config: the section `policy`, with `megatron_cfg.lora`.
-
-    Raises:
-        UserError: a name matches nothing, or nothing is left to adapt.
-        NotSupportedError: a name matches a layer that cannot be adapted, or the model has no table.
-    """
-    lora = config.megatron_cfg.lora
-    assert lora is not None
-    linear_layers, others = set[str](), set[str]()
-    for weight in family_of(hf, model_name=config.model_name).weights:
-        names = {hf.removesuffix(".weight").replace("{expert}", "0") for hf in weight.hf if hf.endswith(".weight")}
-        adaptable = not weight.is_expert and weight.megatron[0].endswith(_LINEAR)
-        each = {name.format(layer=layer) for name in names for layer in range(hf.num_hidden_layers)}
-        (linear_layers if adaptable else others).update(each)
-
-    def matching(wanted: str | Sequence[str], key: str) -> set[str]:
-        return matching_names(wanted, linear_layers | others, linear_layers, section=LORA, key=key)
-
-    wanted = lora.target_modules
-    targets = set(linear_layers) if wanted == ALL_LINEAR else matching(wanted, "target_modules")
-    targets -= matching(lora.exclude_modules or [], "exclude_modules")
-    if unsupported := sorted(targets - linear_layers):
-        what = "belongs to an expert of a mixture" if ".experts." in unsupported[0] else "is not a linear layer of a block"
-        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers}))
-        raise NotSupportedError(
-            f"`{LORA}.target_modules`: {unsupported[0]} {what}, which the Megatron backend does not adapt. Name only {ends}; "
-            f"{ALL_LINEAR!r} means all of them.",
-            key=f"{LORA}.target_modules",
-        )
-    if not targets:
-        raise nothing_left_error(LORA)
-    return targets
 
 
 class LayerAdapters(nn.Module):
@@ -300,10 +260,10 @@ class LoraAdapters:
     """
 
     def __init__(self, chunks: Sequence[Any], family: Family, hf: Any, config: MegatronPolicyConfig, ranks: Ranks) -> None:
-        targets = adapted_layers(hf, config)
-        layers = add_adapters(chunks, family, sizes_of(hf), targets, config, ranks)
         lora = config.megatron_cfg.lora
         assert lora is not None
+        targets = adapted_layers(hf, lora, model_name=config.model_name)
+        layers = add_adapters(chunks, family, sizes_of(hf), targets, config, ranks)
         if not layers:
             raise UserError(
                 f"`{LORA}.target_modules`: no layer of pipeline stage {ranks.pipeline.rank()} is adapted, but each stage needs "

@@ -22,7 +22,8 @@ from rl_backends_base import MicrobatchSplitter
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
-from rl_backends_megatron.lora import adapted_layers, add_adapters
+from rl_backends_megatron.lora import add_adapters
+from rl_backends_megatron.lora_targets import adapted_layers
 from rl_backends_megatron.megatron_internals import check_megatron
 from rl_backends_megatron.model import DTYPES, build_chunks, is_tied, matrix_sizes, sizes_of
 from rl_backends_megatron.model_inputs import Layout, ModelInput
@@ -87,10 +88,10 @@ class PolicyMemory:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self._config.head == "scalar":
             shapes.pop("lm_head.weight", None)
-        adapted = adapted_layers(self._hf, self._config) if self._config.megatron_cfg.lora is not None else None
-        rank = self._config.lora_rank or 0
-        # A and B of each layer, as one matrix.
-        adapters = None if adapted is None else [(rank, sum(shapes[f"{name}.weight"])) for name in sorted(adapted)]
+        lora, adapters = self._config.megatron_cfg.lora, None
+        if lora is not None:  # A and B of each layer, as one matrix
+            adapted = adapted_layers(self._hf, lora, model_name=self._config.model_name)
+            adapters = [(lora.rank, sum(shapes[f"{name}.weight"])) for name in sorted(adapted)]
         return matrix_sizes(shapes, self._hf, tied=is_tied(self._hf, self._config), adapters=adapters)
 
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
@@ -158,8 +159,9 @@ class PolicyMemory:
         head = make_head(config, ranks, vocab_size=self._hf.vocab_size)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
             [module] = build_chunks(hf, family, config, device=ranks.device.type).modules
-            if config.megatron_cfg.lora is not None:
-                add_adapters([module], family, sizes_of(hf), adapted_layers(self._hf, config), config, ranks)
+            if (lora := config.megatron_cfg.lora) is not None:
+                targets = adapted_layers(self._hf, lora, model_name=config.model_name)
+                add_adapters([module], family, sizes_of(hf), targets, config, ranks)
                 # torch's tracker registers hooks for the gradients of all parameters, also of frozen ones.
                 for parameter in (each for each in module.parameters() if not each.requires_grad):
                     parameter.register_hook = lambda hook: RemovableHandle(OrderedDict())

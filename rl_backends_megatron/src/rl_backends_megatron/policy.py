@@ -10,7 +10,7 @@ import torch
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig, check_compatibility
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
-from rl_backends_megatron.lora import adapted_layers
+from rl_backends_megatron.lora_targets import adapted_layers
 from rl_backends_megatron.optimizer import check_optimizer
 from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.backend import (
@@ -93,8 +93,8 @@ class MegatronPolicy(DistributedPolicy):
             on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available(),
         )
         check_optimizer(section)
-        if section.megatron_cfg.lora is not None:
-            adapted_layers(hf, section)
+        if (lora := section.megatron_cfg.lora) is not None:
+            adapted_layers(hf, lora, model_name=section.model_name)
         if Path(section.model_name).expanduser().is_dir():
             # Otherwise each rank would report the same error a minute later. Models on the hub are downloaded by the ranks.
             with SafetensorsFolder(folder):

@@ -15,10 +15,11 @@ from torch import nn
 from rl_backends_base import LossOfMicrobatch, MicrobatchRows, Parallel, TorchPolicyWorker, TrainingStateBase
 from rl_backends_base.adapter_folder import ADAPTER_CONFIG
 from rl_backends_base.optimizer_step import LossAndMetrics
-from rl_backends_megatron.config import LORA, MegatronPolicyConfig
+from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model, load_model
+from rl_backends_megatron.lora_targets import LORA
 from rl_backends_megatron.model import is_tied, matrix_sizes
 from rl_backends_megatron.model_inputs import Layout, ModelInput, filler_microbatch
 from rl_backends_megatron.optimizer import Offloader
