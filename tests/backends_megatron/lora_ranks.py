@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
-from megatron_cases import FLAT_ADAM, NLL, SGD, counts_of, make_rows
+from megatron_cases import FLAT_ADAM, NLL, SGD, SquaredError, counts_of, make_rows
 from megatron_layouts import LAYOUTS, STEPS, TRAINING, Layout
 from megatron_ranks import Rank
 from rank_processes import fork_ranks
@@ -59,6 +59,19 @@ class LoraRank(Rank):
         torch.save(found, self.out / f"{name}-{self.rank}.pt")
         if name == SAVED:
             self.save_and_continue(name)
+
+    def values(self, name: str) -> None:
+        """New adapters and the scalar head of the model: steps, and checkpoints before and after them."""
+        layout, rows = with_adapters(LAYOUTS[name]), make_rows()
+        worker = self.worker(layout, **TRAINING)
+        shard, order = self.shard(layout, rows)
+        worker.save_checkpoint(self.out / name / "initial", None)
+        for _ in range(STEPS):
+            worker.train(shard, SquaredError(), counts=counts_of(rows))
+        found = {"order": order, "values": worker.get_values(shard)["values"]}
+        worker.save_checkpoint(self.out / name / "w", None)
+        worker.shutdown()
+        torch.save(found, self.out / f"{name}-{self.rank}.pt")
 
     def save_and_continue(self, name: str) -> None:
         """A new adapter; two steps, a checkpoint, and the third step of a run that is not interrupted."""

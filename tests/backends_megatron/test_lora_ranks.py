@@ -20,6 +20,7 @@ NAMES = [
     "one", "tp2", "tp2-sp", "tp2-budget", "pp2", "interleaved-packed", "dp2-overlap", "cp2", "ep2", "tp2-pp2-packed",
     "tp2-dp2-distributed", "tp2-ep2",
 ]  # fmt: skip
+VALUE_NAMES = ["value-tp2-sp", "value-pp2"]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def plain(tmp_path_factory):
     for kind in sorted({layouts.LAYOUTS[name].kind for name in NAMES}):
         cases.make_model(kind, root / kind)
         made[kind] = _trained_by_hf(root / kind, root / f"{kind}-adapter")
+    cases.make_value_model("llama-tied", root / "llama-tied-value")
     return root, made
 
 
@@ -68,6 +70,7 @@ def out(plain, tmp_path_factory):
     """The results of all layouts."""
     folder = tmp_path_factory.mktemp("ranks")
     by_world = {world: [f"run:{name}" for name in NAMES if layouts.LAYOUTS[name].world == world] for world in (4, 2, 1)}
+    by_world[2] += [f"values:{name}" for name in VALUE_NAMES]
     for name in lora_ranks.RESUMED:
         by_world[layouts.LAYOUTS[name].world].append(f"resume:{name}")
     launches = [f"{world}={','.join(jobs)}" for world, jobs in by_world.items()]
@@ -160,3 +163,25 @@ def test_a_run_resumed_with_other_ranks_takes_the_step_of_an_uninterrupted_one(o
         if precision == "float32":
             assert cases.largest_relative_error(found["weights"], expected["weights"]) < 1e-3
         assert found["result"].lr == expected["result"].lr
+
+
+@pytest.mark.parametrize("name", VALUE_NAMES)
+def test_a_scalar_head_is_trained_with_the_adapters_as_by_the_backend_hf(out, plain, name):
+    layout, found = read(out, name)
+    config = HFPolicyConfig(
+        model_name=str(plain[0] / layout.kind),
+        head="scalar",
+        hf_cfg={"lora": {"rank": 4, "alpha": 8}},
+        **layouts.TRAINING,
+    )
+    worker, rows = HFPolicyWorker(cases.make_context(), config), cases.make_rows()
+    worker.setup()
+    worker.load_checkpoint(out / name / "initial", None)
+    for _ in range(layouts.STEPS):
+        worker.train(rows, cases.SquaredError(), counts=cases.counts_of(rows))
+    assert float((in_order(layout, found, "values") - worker.get_values(rows)["values"]).abs().max()) < 1e-4
+    worker.save_checkpoint(out / name / "hf", None)
+    saved, expected = (load_file(out / name / which / "adapter_model.safetensors") for which in ("w", "hf"))
+    assert "base_model.model.score.weight" in saved
+    # B and its gradients start small, and Adam's steps do not depend on their size, so rounding comes through.
+    assert cases.largest_relative_error(saved, expected) < 1e-3
