@@ -10,8 +10,8 @@ answers are the student's), with these departures:
   4. with `loss_fn.topk: null` the reverse KL is estimated from the sampled tokens, as a policy gradient in which each token
      only gets its own KL; in MiniLLM (https://arxiv.org/abs/2306.08543) it also gets that of later tokens.
 
-With `teacher_prompt`, the teacher scores the same tokens after another prompt, as in OPSD, https://arxiv.org/abs/2601.18734, and
-SDPO, https://arxiv.org/abs/2601.20802: see `rl_train.rollouts.teacher_rows`.
+With `teacher_prompt`, the teacher scores the same tokens after another prompt, as in OPSD, https://arxiv.org/abs/2601.18734,
+and SDPO, https://arxiv.org/abs/2601.20802: see `rl_train.rollouts.teacher_rows`.
 
 As in the papers, there is no gradient through sampling. Rewards are not needed; without `env`, a rollout has one turn.
 
