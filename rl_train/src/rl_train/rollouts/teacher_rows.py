@@ -196,7 +196,7 @@ class TeacherPrompts:
 
 
 def rows_of_teacher(rows: Batch, prompts: TeacherPrompts | None) -> TeacherRows:
-    """The rows that a teacher scores: the student's, unless it has prompts of its own."""
+    """The rows that a teacher scores: the student's, unless it reads other prompts."""
     return TeacherRows(rows=rows) if prompts is None else prompts.rows_of(rows)
 
 
