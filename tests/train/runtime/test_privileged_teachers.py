@@ -132,5 +132,5 @@ def test_a_python_trainer_teaches_the_policy_with_itself():
     asked = {"messages": [{"role": "user", "content": "38+72="}]}
     [metrics] = trainer.train([{**asked, "extra_env_info": {"hint": "110"}}] * 4)
     assert metrics["distillation/kl_forward"] > 0.01
-    with pytest.raises(UserError, match=r"uses \{hint\}, but the record does not have this field"):
+    with pytest.raises(UserError, match=r"uses {hint}, but the record does not have this field"):
         trainer.train([asked] * 4)
