@@ -291,6 +291,7 @@ def test_a_model_learns_from_itself_only_if_it_sees_the_answers_as_a_teacher(cop
         steps = distil(tmp_path / name, copier, changes)
         return steps[0]["validation/accuracy"], steps[20]["validation/accuracy"]
 
+    # Seen: 0.66 to 0.90, and 0.66 to 0.65.
     before, after = run("privileged", teacher_prompt="{expected_answer} {question}")
     assert after > before + 0.15
     before, after = run("plain")
