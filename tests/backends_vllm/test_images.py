@@ -157,8 +157,8 @@ class Refitted:
 
 
 @pytest.fixture
-def refitted(vlms, folder):
-    made = Refitted(folder(FIRST), vlms(FIRST, load_format="dummy"))
+def refitted(vlms, folder, request):
+    made = Refitted(folder(FIRST), vlms(FIRST, load_format="dummy", async_engine=getattr(request, "param", False)))
     yield made
     made.policy.shutdown()
 
@@ -184,6 +184,7 @@ def test_an_engine_that_keeps_features_of_older_weights_fails_the_canary(refitte
         refitted.synchronizer.sync()
 
 
+@pytest.mark.parametrize("refitted", [False, pytest.param(True, marks=pytest.mark.slow, id="async")], indirect=True)
 def test_rows_with_images_in_progress_at_a_refit_continue_with_the_new_tower(refitted, tmp_path):
     refitted.synchronizer.sync()
     rows = pictured([0, 3, 0, 3], 150, max_new_tokens=torch.tensor([2, 60, 60, 60]))

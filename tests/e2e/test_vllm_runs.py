@@ -1,11 +1,13 @@
 """Whole runs with vLLM: their metrics and their config errors."""
 
 import json
+from pathlib import Path
 
 import pytest
 from e2e_runs import metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 VLLM = {"policy": {"generation": {"backend": "vllm", "vllm_cfg": {"max_num_seqs": 16}}}}
 
 
@@ -24,6 +26,21 @@ def test_a_run_on_vllm_trains_on_tokens_that_its_policy_would_have_sampled(train
         assert found["rollout/rows"] == 16.0
     rollouts = (tmp_path / "runs/run/rollouts/step_000003.jsonl").read_text().splitlines()
     assert [json.loads(row)["weight_version"] for row in rollouts] == [4] * 16
+
+
+def test_the_example_with_pictures_trains_with_vllm_on_the_tokens_of_its_policy(rlcore, tmp_path):
+    changes = ["policy.generation.backend=vllm", "grpo.max_num_steps=3", "grpo.val_at_start=false", "grpo.val_at_end=false"]
+    more = ["grpo.num_prompts_per_step=8", "checkpointing.enabled=false", "data.check_rows=8"]
+    code, output = rlcore("train", str(EXAMPLES / "grpo_pictures.yaml"), *changes, *more, folder=tmp_path)
+    assert code == 0, output
+    lines = (tmp_path / "runs" / "grpo_pictures" / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if step["step"]]
+    for step in steps:
+        # Both sides compute in float32; measured are 2e-6 at most.
+        assert step["mismatch/kl"] < 1e-6
+        assert step["mismatch/max"] < 1e-4
+        assert step["refit/canary_error"] < 1e-5
+    assert len(steps) == 3
 
 
 @pytest.mark.parametrize(
