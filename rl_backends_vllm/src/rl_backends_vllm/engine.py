@@ -47,7 +47,7 @@ class Engine(ABC):
         return REQUEST
 
     def _input(self, tokens: Sequence[int], images: Sequence[RowImage]) -> Any:
-        """VLLM's input of a prompt."""
+        """The input of vLLM for a prompt."""
         from vllm.inputs.engine import tokens_input
 
         if not images:

@@ -99,7 +99,7 @@ output.strip_covered_mm_data = _with_all_tensors
 
 
 def picture_input(tokens: Sequence[int], images: Sequence[RowImage], *, model_type: str) -> Any:
-    """VLLM's input of a prompt with images.
+    """The input of vLLM for a prompt with images.
 
     Raises:
         DataError: an image is outside of the prompt, or has another number of placeholders there than it says.

@@ -65,11 +65,9 @@ class EngineMemory:
         return {"rows": together, "weights": phases["held"]["weights"], "token": token, "step_s": 0.0}
 
     def not_counted(self) -> list[str]:
-        vllm_cfg, left_out = (
-            self._config.vllm_cfg,
-            ["activations and recorded graphs, which vLLM takes from its share of the GPU"],
-        )
-        if self._config.reads_images(read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)):
+        left_out = ["activations and recorded graphs, which vLLM takes from its share of the GPU"]
+        trusts_code = self._config.vllm_cfg.trust_remote_code
+        if self._config.reads_images(read_config(str(self._config.model_name), trust_remote_code=trusts_code)):
             left_out.append("images, and what the vision tower computes of them")
         return left_out
 
