@@ -173,7 +173,7 @@ def test_the_lm_head_never_gets_a_slice_whose_product_would_copy_its_weight_per_
 
 
 def test_rows_of_a_prompt_share_one_prefill(model, monkeypatch):
-    prefills = []
+    sampler, prefills = sampler_of(model, max_new_tokens=2), []
     forward = model.forward
 
     def watched(*args, **kwargs):
@@ -184,7 +184,7 @@ def test_rows_of_a_prompt_share_one_prefill(model, monkeypatch):
     watched.__signature__ = inspect.signature(forward)
     monkeypatch.setattr(model, "forward", watched)
     first, second = prompts_of([10, 10])
-    sampler_of(model, max_new_tokens=2).generate(batch_of([first, second, first, second, first]))
+    sampler.generate(batch_of([first, second, first, second, first]))
     assert prefills == [(2, 10)]
 
 

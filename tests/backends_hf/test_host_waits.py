@@ -61,17 +61,18 @@ def test_sampling_waits_once_per_token_and_gives_the_tokens_of_a_cpu(gpu, model_
     draws = []
     monkeypatch.setattr(row_sampler, "next_tokens", lambda *_, **kwargs: draws.append(1) or next_tokens(*_, **kwargs))
 
-    def sample(model):
+    def sampler(model):
         hf_cfg = {"max_batch_rows": 4, "repetition_penalty": settings.get("repetition_penalty", 1.0)}
         shape = {key: value for key, value in settings.items() if key != "repetition_penalty"}
-        return Sampler(model, HFGenerationConfig(max_new_tokens=NEW_TOKENS, hf_cfg=hf_cfg, **shape)).generate(prompts())
+        return Sampler(model, HFGenerationConfig(max_new_tokens=NEW_TOKENS, hf_cfg=hf_cfg, **shape))
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama-tied"))
-    expected = sample(model)
+    expected = sampler(model).generate(prompts())
     model.to("cuda")
+    on_gpu = sampler(model)
     draws.clear()
     with gpu.counting() as waits:
-        sampled = sample(model)
+        sampled = on_gpu.generate(prompts())
     assert torch.equal(sampled["output_ids"], expected["output_ids"])
     # Some last bits of scores around 8 (2^-21 each): SDPA, and the products that a CPU uses instead, add in another order.
     torch.testing.assert_close(sampled["logprobs"], expected["logprobs"], rtol=0, atol=5e-6)

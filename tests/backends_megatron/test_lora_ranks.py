@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import lora_ranks
 import megatron_cases as cases
 import megatron_layouts as layouts
+import megatron_lora_ranks
 import pytest
 import torch
 from rank_processes import RankProgram
@@ -71,10 +71,10 @@ def out(plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     by_world = {world: [f"run:{name}" for name in NAMES if layouts.LAYOUTS[name].world == world] for world in (4, 2, 1)}
     by_world[2] += [f"values:{name}" for name in VALUE_NAMES]
-    for name in lora_ranks.RESUMED:
+    for name in megatron_lora_ranks.RESUMED:
         by_world[layouts.LAYOUTS[name].world].append(f"resume:{name}")
     launches = [f"{world}={','.join(jobs)}" for world, jobs in by_world.items()]
-    RankProgram(Path(__file__).with_name("lora_ranks.py"), plain[0], folder, *launches).wait()
+    RankProgram(Path(__file__).with_name("megatron_lora_ranks.py"), plain[0], folder, *launches).wait()
     return folder
 
 
@@ -142,7 +142,7 @@ def test_merged_refits_are_the_sums_of_base_and_saved_adapters(out, plain, name)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", lora_ranks.RESUMED)
+@pytest.mark.parametrize("name", megatron_lora_ranks.RESUMED)
 def test_a_run_resumed_with_other_ranks_takes_the_step_of_an_uninterrupted_one(out, name, precision):
     folder = out / f"saved-{precision}"
     expected = torch.load(folder / "uninterrupted-0.pt", weights_only=False)
@@ -153,7 +153,7 @@ def test_a_run_resumed_with_other_ranks_takes_the_step_of_an_uninterrupted_one(o
         for key, tensor in found["initial"].items():
             assert torch.equal(tensor, expected["initial"][key]), "new adapters do not depend on the ranks"
         for key, tensor in adapters_in(found["weights"]).items():
-            if name == lora_ranks.SAVED:
+            if name == megatron_lora_ranks.SAVED:
                 assert torch.equal(tensor, expected["weights"][key]), key
             if not key.endswith("scale"):
                 assert not torch.equal(tensor, saved[f"base_model.model.{key}"]), "the third step moved it"
