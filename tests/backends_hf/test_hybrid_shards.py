@@ -15,6 +15,8 @@ from rl_core.errors import ConfigError
 from rl_core.rendezvous.interfaces import free_port
 from rl_train.config.loader import load_config
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_addition.yaml"
 
 
@@ -26,7 +28,6 @@ def ranks(model_folder, tmp_path_factory):
     return [torch.load(out / f"rank-{rank}.pt", weights_only=False) for rank in range(4)]
 
 
-@pytest.mark.slow
 def test_two_copies_of_two_shards_have_the_gradients_of_one_plain_backward_pass(parts, model_folder, ranks):
     expected = parts.plain_gradients(model_folder("llama-tied"), parts.make_rows())
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
@@ -45,7 +46,6 @@ def test_copies_hold_the_same_shards_and_each_rank_half_of_the_weights(ranks):
     assert digests[0] != digests[1]
 
 
-@pytest.mark.slow
 def test_two_copies_of_two_shards_train_the_adapters_of_one_rank(parts, model_folder, ranks):
     steps = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}, "max_grad_norm": None}
     config = parts.make_config(model_folder("llama-tied"), hf={"lora": {"rank": 4}}, **steps)

@@ -16,6 +16,8 @@ from rl_train.data.image_sources import ImageSource
 from rl_train.data.images import ImageReader
 from rl_train.weight_sync.canary import make_canary
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = str(EXAMPLES / "pictures" / "model")
 
@@ -135,7 +137,6 @@ SAMPLES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_algorithms_train_on_rows_with_images_or_refuse_a_model_without_a_scalar_head(rlcore, tmp_path, monkeypatch, algorithm):
     for number, color in enumerate(("red", "green", "blue", "black")):

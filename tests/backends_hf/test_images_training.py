@@ -20,6 +20,8 @@ from rl_backends_hf.model import model_without_weights
 from rl_core.data.images import RowImage
 from rl_core.errors import NotSupportedError, WorkerError
 
+pytestmark = pytest.mark.slow
+
 BUDGET = {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 128}
 FORMS = {
     "one_row": {"logprob_batch_size": 1, "train_micro_batch_size": 1},

@@ -19,6 +19,8 @@ from rl_train.config.loader import load_config
 from rl_train.launch.train import train as launch
 from rl_train.run_folders.convert import convert
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"
 ADAM = {"kwargs": {"lr": 1e-2}}

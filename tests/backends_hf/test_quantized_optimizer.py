@@ -19,9 +19,12 @@ from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
 from rl_core.rendezvous.interfaces import free_port
 
-pytestmark = pytest.mark.skipif(
-    not (Path(sys.prefix) / "torchao").is_dir(), reason="torchao is not installed in the folder that the Makefile names"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (Path(sys.prefix) / "torchao").is_dir(), reason="torchao is not installed in the folder that the Makefile names"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,6 @@ def assert_equal(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
         assert torch.equal(tensor, after[name]), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_has_the_bits_of_a_run_without_interruption(ranks, precision):
     for rank in ranks:
@@ -92,7 +94,6 @@ def test_state_of_another_number_of_shards_is_refused(ranks):
     assert "quantized optimizer state of 2 shard(s) of the weights, and this run has 1" in ranks[0]["refused"]
 
 
-@pytest.mark.slow
 def test_state_of_adapters_is_whole_and_continues_on_another_number_of_ranks(ranks):
     (state, losses), *two = (rank["lora"] for rank in ranks)
     assert any(tensor.dtype == torch.uint8 for tensor in state.values())
@@ -102,7 +103,6 @@ def test_state_of_adapters_is_whole_and_continues_on_another_number_of_ranks(ran
     assert [first + second for first, second in zip(two[0][1], two[1][1], strict=True)] == pytest.approx(losses, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_the_state_leaves_the_gpu_through_pinned_memory_and_returns_with_its_bits(model, parts, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # as TORCHDYNAMO_DISABLE does
@@ -155,7 +155,6 @@ def test_compiled_steps_give_the_weights_of_steps_that_are_not_compiled(monkeypa
     assert (compiled - 1).abs().max() > 1e-2
 
 
-@pytest.mark.slow
 def test_without_a_compiler_the_error_names_the_key(monkeypatch):
     import torch._inductor.config as inductor
 

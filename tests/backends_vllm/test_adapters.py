@@ -29,7 +29,7 @@ from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 RANK, ALPHA = 4, 12
 LAYER = "model.layers.1.self_attn.o_proj"
@@ -119,7 +119,6 @@ def test_each_refit_sends_adapters_alone_and_the_engine_agrees_with_peft(pair, t
     check_refits_of_adapters(pair, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vllm_cfg", [{"async_engine": True}, {"tensor_parallel_size": 2, "async_engine": True}], ids=str)
 def test_an_engine_in_other_processes_agrees_with_peft(vllm_cfg, path, tmp_path):
     pair = Pair(path, **vllm_cfg)

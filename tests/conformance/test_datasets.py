@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
 from rl_train.testing import DatasetConformance
 
 ROWS = Path(__file__).parent / "rows"
@@ -12,19 +14,23 @@ class TestArithmetic(DatasetConformance):
     component = "arithmetic"
 
 
+@pytest.mark.slow
 class TestGuess(DatasetConformance):
     component = "guess"
 
 
+@pytest.mark.slow
 class TestSlidingPuzzle(DatasetConformance):
     component = "sliding_puzzle"
 
 
+@pytest.mark.slow
 class TestReasoningGym(DatasetConformance):
     component = "reasoning_gym"
     config: ClassVar = {"task": "chain_sum"}
 
 
+@pytest.mark.slow
 class TestTextGame(DatasetConformance):
     component = "text_game"
     config: ClassVar = {"question": "Say up or down."}
@@ -42,12 +48,14 @@ class TestPreferences(DatasetConformance):
     bad_rows: ClassVar = {"sums.jsonl:1": {"path": str(ROWS / "sums.jsonl")}}
 
 
+@pytest.mark.slow
 class TestUnpairedPreferences(DatasetConformance):
     component = "preference"
     config: ClassVar = {"path": str(ROWS / "labelled.jsonl"), "label_key": "label"}
     bad_rows: ClassVar = {"pairs.jsonl:1": {"path": str(ROWS / "pairs.jsonl")}}
 
 
+@pytest.mark.slow
 class TestSplitPairs(DatasetConformance):
     component = "preference"
     config: ClassVar = {"path": str(ROWS / "pairs.jsonl"), "split_pairs": True}

@@ -18,6 +18,8 @@ from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWork
 from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, WorkerDiedError
 from rl_train.pools.actor_pool import ActorPool
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def nodes(no_ray):
@@ -47,7 +49,6 @@ def group(cluster):
         yield made
 
 
-@pytest.mark.slow
 def test_ranks_fill_the_nodes_in_order(cluster, group):
     assert (cluster.world_size(), len({bundle.node.node_id for bundle in cluster.bundles})) == (4, 2)
     contexts = group.run_all("whoami")
@@ -126,7 +127,6 @@ def gpus_of(environ):
     return set(environ["CUDA_VISIBLE_DEVICES"].split(","))
 
 
-@pytest.mark.slow
 def test_a_worker_with_two_bundles_sees_only_the_gpus_of_both(nodes):
     with RayVirtualCluster([4], use_gpus=True, max_colocated_worker_groups=2) as cluster:
         before = started_processes()

@@ -23,6 +23,8 @@ from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
 
+pytestmark = pytest.mark.slow
+
 cloudpickle.register_pickle_by_value(gated_workers)
 
 
@@ -98,7 +100,6 @@ def test_the_rows_of_all_replicas_are_counted_and_nothing_is_left_in_the_store_o
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_rows_that_are_sampled_again_after_a_death_are_not_counted_twice(engine_for, cluster, tmp_path):
     engine, seen = engine_for(cluster=cluster), set()
     with ThreadPoolExecutor(1) as pool:

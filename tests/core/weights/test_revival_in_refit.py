@@ -28,6 +28,8 @@ from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together
 from rl_train.weight_sync.transports import CollectiveTransport, SharedMemoryTransport
 
+pytestmark = pytest.mark.slow
+
 FOLDER = "RLCORE_TEST_DEATHS"
 REPLICAS = 2
 LIMIT_S = 120.0
@@ -156,7 +158,6 @@ def assert_equal_on_all(policy, engine):
 FULL = pytest.mark.full("in CI replicas die before and in a transfer by the collective, and in and after one by shared memory")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "verb", "call", "ranks"),
     [
@@ -196,7 +197,6 @@ def restart(engine, deaths, *, rank):
     assert engine.restart_dead(caught.value)
 
 
-@pytest.mark.slow
 def test_a_replica_that_was_restarted_between_refits_is_refitted_alone(sides, synchronizers, deaths):
     policy, engine = sides
     policy.group.run_all("step")
@@ -243,7 +243,6 @@ class Canary:
         yield lambda: {"weight_version": torch.tensor([0]), "newest_version": torch.tensor([1])}
 
 
-@pytest.mark.slow
 def test_a_canary_is_streamed_over_one_refit_that_begins_with_all_replicas_and_samples_a_batch_later(sides, deaths):
     policy, engine = sides
     canary = Canary(engine)
@@ -269,7 +268,6 @@ def test_a_canary_is_streamed_over_one_refit_that_begins_with_all_replicas_and_s
         owner.close()
 
 
-@pytest.mark.slow
 def test_ranks_that_wait_for_a_missing_rank_are_released(sides, synchronizers, deaths):
     policy, engine = sides
     policy.group.run_all("step")
@@ -330,7 +328,6 @@ def adapted(cluster, deaths):
     policy.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", [SharedMemoryTransport, CollectiveTransport])
 def test_a_replica_that_is_killed_gets_all_weights_again_and_never_samples_without_its_adapter(adapted, deaths, transport):
     policy, engine = adapted
