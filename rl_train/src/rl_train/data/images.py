@@ -422,7 +422,8 @@ def decoded(content: Any, limits: ImagesConfig) -> Image:
         if frames > 1 and picture.format != "MPO":  # photos of some phones, whose first frame is the photo
             raise DataError(f"it is animated or has several pages ({frames}): save one frame as a file")
         picture.load()
-        return _as_rgb(ImageOps.exif_transpose(picture))
+        is_own = isinstance(content, bytes)  # then it is not copied to be turned
+        return _as_rgb(ImageOps.exif_transpose(picture, in_place=is_own) or picture)
     except UnidentifiedImageError as error:
         raise DataError(f"it is not an image of a supported format ({', '.join(_FORMATS)}), or it is corrupt") from error
     except Image.DecompressionBombError as error:
@@ -444,4 +445,4 @@ def _as_rgb(picture: Image) -> Image:
     if picture.has_transparency_data:
         layer = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", layer.size, (255, 255, 255, 255)), layer)
-    return picture.convert("RGB")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
