@@ -407,8 +407,9 @@ class SetsOf(EngineOf):
     class Worker(HFGenerationWorker):
         def generate(self, data, *, greedy=False):
             output = super().generate(data, greedy=greedy)
-            if "sampled_sets" in output:
-                output["sampled_sets"] = self.changed(output["sampled_sets"], output["output_ids"])
+            sets = output.get("sampled_sets", [None])
+            if all(row is not None for row in sets):
+                output["sampled_sets"] = self.changed(sets, output["output_ids"])
             return output
 
 
