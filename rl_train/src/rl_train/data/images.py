@@ -422,8 +422,10 @@ def decoded(content: Any, limits: ImagesConfig) -> Image:
         if frames > 1 and picture.format != "MPO":  # photos of some phones, whose first frame is the photo
             raise DataError(f"it is animated or has several pages ({frames}): save one frame as a file")
         picture.load()
-        is_own = isinstance(content, bytes)  # then it is not copied to be turned
-        return _as_rgb(ImageOps.exif_transpose(picture, in_place=is_own) or picture)
+        if isinstance(content, bytes):
+            ImageOps.exif_transpose(picture, in_place=True)
+            return _as_rgb(picture)
+        return _as_rgb(ImageOps.exif_transpose(picture))
     except UnidentifiedImageError as error:
         raise DataError(f"it is not an image of a supported format ({', '.join(_FORMATS)}), or it is corrupt") from error
     except Image.DecompressionBombError as error:
