@@ -187,13 +187,14 @@ def test_an_engine_that_keeps_features_of_older_weights_fails_the_canary(refitte
 @pytest.mark.parametrize("refitted", [False, pytest.param(True, marks=pytest.mark.slow, id="async")], indirect=True)
 def test_rows_with_images_in_progress_at_a_refit_continue_with_the_new_tower(refitted, tmp_path):
     refitted.synchronizer.sync()
-    rows = pictured([0, 3, 0, 3], 150, max_new_tokens=torch.tensor([2, 60, 60, 60]))
+    rows = pictured([0, 3, 0, 3], 150, max_new_tokens=torch.tensor([2, 160, 160, 160]))
+
+    refitted.change_tower(1.3)
 
     async def refit_after_the_first():
         items = []
         async for item in refitted.engine.generate_async(rows):
             if not items:
-                refitted.change_tower(1.3)
                 refitted.synchronizer.sync()
             items.append(item)
         return items
