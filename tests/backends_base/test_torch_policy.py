@@ -133,6 +133,19 @@ def test_scores_are_the_log_probabilities_at_the_sampling_temperature(folder, wo
     assert facts.items() >= FACTS.items()
 
 
+def test_unused_rows_of_the_lm_head_have_probability_0(folder):
+    used = VOCABULARY - 5
+    policy, _ = start(folder, frozen=True, vocab_size=used)
+    rows = rows_of()
+    rows["input_ids"].clamp_(max=used - 1)
+    expected = plain_logprobs(lambda ids: policy.model(ids)[..., :used], rows)
+    torch.testing.assert_close(policy.get_logprobs(rows)["logprobs"], torch.where(is_token(rows), expected, 0.0))
+    assert int(policy.get_topk_logprobs(rows, k=used)["topk_token_ids"].max()) == used - 1
+    with pytest.raises(NotSupportedError, match="ByTokens computes log-probabilities itself") as refused:
+        start(folder, ByTokens, frozen=True, vocab_size=used)
+    assert refused.value.key == "vocab_size"
+
+
 def test_the_most_likely_tokens_are_in_descending_order(folder):
     policy, _ = start(folder)
     rows = rows_of()

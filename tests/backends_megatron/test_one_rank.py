@@ -36,6 +36,21 @@ def test_scores_are_at_the_temperature_of_sampling(policy, models):
     assert float((found - expected).abs().max()) < 5e-6
 
 
+def test_unused_rows_of_the_lm_head_have_probability_0(policy, models):
+    rows, used = cases.make_rows(), 150
+    rows["input_ids"].clamp_(max=used - 1)
+    found = policy(frozen=True, vocab_size=used)
+    with torch.no_grad():
+        whole = cases.plain_distributions(cases.plain_model(models / "llama-tied"), rows)
+    among = whole - whole[..., :used].logsumexp(-1, keepdim=True)
+    column = torch.arange(rows["input_ids"].shape[1])
+    there = (column > 0) & (column < rows["input_lengths"].unsqueeze(1))
+    expected = among.gather(2, rows["input_ids"].unsqueeze(-1)).squeeze(-1) * there
+    assert used < whole.shape[-1]
+    assert float((found.get_logprobs(rows)["logprobs"] - expected).abs().max()) < 5e-6
+    assert int(found.get_topk_logprobs(rows, k=used)["topk_token_ids"].max()) == used - 1
+
+
 def test_greedy_completions_are_those_of_transformers(policy, models):
     answer = policy("qwen3").generate(cases.make_prompts(), greedy=True)
     expected = cases.plain_completions(cases.plain_model(models / "qwen3"), cases.make_prompts())

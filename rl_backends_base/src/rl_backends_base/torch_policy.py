@@ -149,6 +149,12 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         self.model.to(self.device).eval()
 
     def load(self) -> PolicyFacts:
+        if self.config.vocab_size is not None and self._computes_logprobs:
+            raise NotSupportedError(
+                f"{type(self).__name__} computes log-probabilities itself, so ids cannot be left out. Remove `vocab_size`, and "
+                "use a model whose LM head is as large as the policy's.",
+                key="vocab_size",
+            )
         self.parallel = self.join()
         self.model = self.build()
         if kept := [name for name, value in vars(self).items() if value is self.model and name != "model"]:
@@ -173,6 +179,10 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         if "vocab_size" not in facts:
             facts["vocab_size"] = self._count_tokens()
         return cast(PolicyFacts, facts)
+
+    @property
+    def _computes_logprobs(self) -> bool:
+        return type(self).token_logprobs is not TorchPolicyWorker.token_logprobs
 
     @property
     def trained_module(self) -> nn.Module:
@@ -232,7 +242,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         They are 0.0 for tokens that are not scored.
         """
         is_scalar, takes_logits = self.config.head == "scalar", inputs.targets.ndim > 1
-        if is_scalar or not (takes_logits or type(self).token_logprobs is TorchPolicyWorker.token_logprobs):
+        if is_scalar or (self._computes_logprobs and not takes_logits):
             numbers = self._call(self.values if is_scalar else self.token_logprobs, inputs, axes=2)
             return inputs.scatter(numbers.float().flatten().index_select(0, inputs.hidden_index + (not is_scalar)))
         logits = self._next_logits(inputs)
