@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from rl_core.data.model_digests import ADAPTER_WEIGHTS, recorded_base, safetenso
 from rl_core.errors import CheckpointError, UserError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
+ALL_LINEAR: Final = "all-linear"
 SAVED_NAMES: Final = {
     "rank": "r",
     "alpha": "lora_alpha",
@@ -159,13 +161,13 @@ class AdapterFolder:
                 )
         layers = {match[1] for name in self.shapes if (match := _OF_TENSOR.fullmatch(name))}
         targets = section["target_modules"]
-        if odd := sorted(layers - (_matching(targets, layers) - _matching(section["exclude_modules"] or [], layers))):
+        if odd := sorted(layers - (matching(targets, layers) - matching(section["exclude_modules"] or [], layers))):
             yield (
                 "target_modules",
                 f"{targets!r} does not include {odd[0]}, which the adapter in {self.name} adapts. Remove target_modules and "
                 "exclude_modules to use those of the adapter.",
             )
-        elif isinstance(targets, list) and (unmatched := [name for name in targets if not _matching([name], layers)]):
+        elif isinstance(targets, list) and (unmatched := [name for name in targets if not matching([name], layers)]):
             yield (
                 "target_modules",
                 f"{unmatched[0]!r} is not adapted in {self.name}. Remove target_modules to use those of the adapter.",
@@ -258,16 +260,24 @@ def adapter_as_model(name: str) -> str | None:
     )
 
 
-def _matching(targets: str | list[str], layers: set[str]) -> set[str]:
-    """The layers that peft would match; all for an invalid expression, which is another error."""
-    if targets == "all-linear":
-        return layers
+def matching(targets: str | Sequence[str], layers: Iterable[str]) -> set[str]:
+    """The layers that peft would match: full names or suffixes in a list, or a regular expression for full names.
+
+    All layers for `all-linear`, and for an invalid expression, which is another error.
+    """
     if isinstance(targets, str):
         try:
-            return {layer for layer in layers if re.fullmatch(targets, layer)}
+            return {layer for layer in layers if targets == ALL_LINEAR or re.fullmatch(targets, layer)}
         except re.error:
-            return layers
+            return set(layers)
     return {layer for layer in layers if any(layer == name or layer.endswith(f".{name}") for name in targets)}
+
+
+def copy_files(source: Path, output: Path, names: Iterable[str]) -> None:
+    """Copy files of a folder, which may be in its subfolders, to a conversion's output."""
+    for name in names:
+        (output / name).parent.mkdir(exist_ok=True)
+        shutil.copy(source / name, output / name)
 
 
 def _from_hub(name: str) -> Path:

@@ -11,18 +11,16 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, model_validator
 
-from rl_backends_base.adapter_folder import SAVED_NAMES, AdapterFolder
+from rl_backends_base.adapter_folder import ALL_LINEAR, SAVED_NAMES, AdapterFolder, matching
 from rl_core.config.schema import Section
 from rl_core.config.section import NAME_OR_PATH
 from rl_core.data.model_digests import safetensors_header
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
 
-ALL_LINEAR: Final = "all-linear"
 _OTHER_NAMES: Final = {
-    "r": "rank",
+    **{other: key for key, other in SAVED_NAMES.items() if other != key},
     "dim": "rank",
-    "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "lora_adapter_path": "adapter_path",
 }
@@ -103,7 +101,7 @@ class AdapterConfig(Section):
 def matching_names(
     wanted: str | Sequence[str], names: Iterable[str], linear: Iterable[str], *, section: str, key: str
 ) -> set[str]:
-    """The names that peft would match: full names or suffixes in a list, or a regular expression for full names.
+    """The names that peft would match, each given name or expression at least one.
 
     Args:
         wanted: the list or the expression.
@@ -117,22 +115,19 @@ def matching_names(
     """
     if isinstance(wanted, str):
         try:
-            matching = {name for name in names if re.fullmatch(wanted, name)}
+            re.compile(wanted)
         except re.error as error:
             raise UserError(
                 f"`{section}.{key}`: {wanted!r} is not a regular expression: {error}.", key=f"{section}.{key}"
             ) from error
-        if not matching:
+        if not (found := matching(wanted, names)):
             how = "as a regular expression for full module names "
             raise _no_match_error(wanted, set(linear), at=f"{section}.{key}", how=how)
-        return matching
-    all_matching: set[str] = set()
-    for each in wanted:
-        matching = {name for name in names if name == each or name.endswith(f".{each}")}
-        if not matching:
-            raise _no_match_error(each, set(linear), at=f"{section}.{key}", how="")
-        all_matching |= matching
-    return all_matching
+        return found
+    found_by_name = {each: matching([each], names) for each in wanted}
+    for each in (each for each, found in found_by_name.items() if not found):
+        raise _no_match_error(each, set(linear), at=f"{section}.{key}", how="")
+    return set().union(*found_by_name.values())
 
 
 def _no_match_error(wanted: str, linear: set[str], *, at: str, how: str) -> UserError:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from rl_backends_base.adapter_folder import ADAPTER_CONFIG
+from rl_backends_base.adapter_folder import ADAPTER_CONFIG, copy_files
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.training.lora import LoraAdapters
@@ -29,7 +26,7 @@ def to_folder(conversion: Conversion) -> None:
     """
     source, output = conversion.source, conversion.output
     if not conversion.merge or not (source / ADAPTER_CONFIG).is_file():
-        _copy(source, output, model_files(source))
+        copy_files(source, output, model_files(source))
         return
     policy = _policy_config(conversion)
     lora = policy.hf_cfg.lora
@@ -41,13 +38,7 @@ def to_folder(conversion: Conversion) -> None:
     adapters.merge_and_unload()
     whole = WholeModel(model, dtype=DTYPES[policy.dtype_name], head=policy.head, name=policy.model_name)
     whole.save(output, rank=0)
-    _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
-
-
-def _copy(source: Path, output: Path, names: Iterable[str]) -> None:
-    for name in names:
-        (output / name).parent.mkdir(exist_ok=True)
-        shutil.copy(source / name, output / name)
+    copy_files(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
 
 
 def _policy_config(conversion: Conversion) -> HFPolicyConfig:

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rl_backends_base.lora_section import ALL_LINEAR, matching_names, nothing_left_error
+from rl_backends_base.adapter_folder import ALL_LINEAR
+from rl_backends_base.lora_section import matching_names, nothing_left_error
 from rl_backends_hf.model_options import LoRAConfig
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head

@@ -6,7 +6,8 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from rl_backends_base.lora_section import ALL_LINEAR, AdapterConfig
+from rl_backends_base.adapter_folder import ALL_LINEAR
+from rl_backends_base.lora_section import AdapterConfig
 from rl_core.config.schema import Section
 
 NEEDS_PEFT: Final = (

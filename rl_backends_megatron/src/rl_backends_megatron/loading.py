@@ -8,15 +8,13 @@ all existing ones are used.
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_backends_base.adapter_folder import ADAPTER_CONFIG
+from rl_backends_base.adapter_folder import ADAPTER_CONFIG, copy_files
 from rl_backends_megatron.bridge import Bridge, SetWeight
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
@@ -181,7 +179,7 @@ def to_megatron(conversion: Conversion) -> None:
     finally:
         leave()
     names = [name for name in model_files(conversion.source) if not name.endswith((".safetensors", ".index.json"))]
-    _copy(conversion.source, conversion.output, [name for name in names if name != "config.json"])
+    copy_files(conversion.source, conversion.output, [name for name in names if name != "config.json"])
 
 
 def to_folder(conversion: Conversion) -> None:
@@ -195,7 +193,7 @@ def to_folder(conversion: Conversion) -> None:
     """
     source, output = conversion.source, conversion.output
     if not conversion.merge or not (source / ADAPTER_CONFIG).is_file():
-        _copy(source, output, model_files(source))
+        copy_files(source, output, model_files(source))
         return
     given: dict[str, Any] = {**conversion.policy, "generation": None}
     if conversion.model is not None:
@@ -213,13 +211,7 @@ def to_folder(conversion: Conversion) -> None:
         write_folder(output, model.bridge.export(value=model.adapters.merged), model.config_to_save(config))
     finally:
         leave()
-    _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
-
-
-def _copy(source: Path, output: Path, names: Iterable[str]) -> None:
-    for name in names:
-        (output / name).parent.mkdir(exist_ok=True)
-        shutil.copy(source / name, output / name)
+    copy_files(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
 
 
 def _reject_adapter_options(conversion: Conversion) -> None:

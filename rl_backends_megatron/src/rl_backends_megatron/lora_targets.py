@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from rl_backends_base.lora_section import ALL_LINEAR, AdapterConfig, matching_names, nothing_left_error
+from rl_backends_base.adapter_folder import ALL_LINEAR
+from rl_backends_base.lora_section import AdapterConfig, matching_names, nothing_left_error
 from rl_backends_megatron.families import family_of
 from rl_core.errors import NotSupportedError
 
