@@ -176,7 +176,7 @@ class ImageReader:
             processor = load_processor(self.model, tokenizer)
         if self.config.processor_kwargs:
             with with_key(f"{self.config.section}.processor_kwargs"):
-                _apply(self.config.processor_kwargs, processor, self.model)
+                _change_settings(self.config.processor_kwargs, processor, self.model)
         self._processor, self._placeholder_id = processor, placeholder
 
     def _refuse_joined_images(self) -> None:
@@ -243,7 +243,7 @@ def load_processor(model: str, tokenizer: Any) -> Any:
     return made
 
 
-def _apply(kwargs: Mapping[str, Any], processor: Any, model: str) -> None:
+def _change_settings(kwargs: Mapping[str, Any], processor: Any, model: str) -> None:
     """Replace settings of the image processor of a processor.
 
     Raises:
