@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGHUP, SIGTERM
@@ -184,6 +185,23 @@ def test_signal_while_the_run_is_being_built_ends_it_at_once():
     with pytest.raises(RunInterrupted, match="SIGTERM") as caught, StopSignals().listen():
         signal.raise_signal(signal.SIGTERM)
     assert (caught.value.exit_code, caught.value.reason, caught.value.step) == (143, StopReason.SIGTERM, None)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_that_python_loses_in_a_finalizer_still_interrupts(name):
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(getattr(signal, name))
+
+    def lose() -> None:
+        lost = Interrupted()
+        del lost
+        time.sleep(60)
+
+    before = sys.unraisablehook
+    with pytest.raises(RunInterrupted, match=f"{name}|Ctrl-C"), StopSignals().listen():
+        lose()
+    assert sys.unraisablehook is before
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -206,6 +206,25 @@ with exit_on_sigterm(), contextlib.ExitStack() as exits:
     assert (finished.returncode, finished.stdout, finished.stderr) == (143, "shut down\n", "")
 
 
+@pytest.mark.slow
+def test_sigterm_that_python_loses_in_a_finalizer_still_shuts_down():
+    program = """
+import contextlib, signal, time
+from rl_serve.edge import exit_on_sigterm
+class Stopped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+with exit_on_sigterm(), contextlib.ExitStack() as exits:
+    exits.callback(print, "shut down", flush=True)
+    lost = Stopped()
+    del lost
+    time.sleep(60)
+    print("still running")
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (143, "shut down\n", "")
+
+
 def test_sigterm_while_a_model_loads_is_reported_in_one_line():
     program = f"""
 import logging, signal

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from rl_core.errors import ConfigError
 from rl_core.event_loop import in_thread
 from rl_serve.errors import ApiError
 from rl_serve.sampling import MAX_HEADER_BYTES, Limits
+from rl_train.errors import lost_interrupts
 
 _OPEN_PATHS = ("/health",)
 _RETRY_AFTER_S = 1
@@ -318,17 +320,25 @@ def exit_on_sigterm() -> Iterator[None]:
     A second SIGTERM ends the process at once. The HTTP server handles the signal while it runs, and passes it on when its
     requests have finished.
     """
-    is_stopped = False
+    is_stopped = is_again = False
 
     def stop(*_: object) -> None:
-        nonlocal is_stopped
-        is_stopped = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        nonlocal is_stopped, is_again
+        if is_stopped and not is_again:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        is_stopped, is_again = True, False
         raise KeyboardInterrupt  # unlike SystemExit, not taken for an error of a model that is loaded in this process
+
+    def stop_again() -> None:
+        nonlocal is_again
+        is_again = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        with lost_interrupts(stop_again):
+            yield
     except BaseException:  # libraries convert the interruption to other errors
         if is_stopped:
             sys.exit(128 + signal.SIGTERM)

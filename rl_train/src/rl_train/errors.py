@@ -6,8 +6,10 @@ An error of a function or class that a config names by its path shows what was r
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -124,3 +126,25 @@ def _file_of(code: Any) -> str | None:
         return inspect.getsourcefile(code if inspect.isclass(code) else type(code))
     except (TypeError, OSError):
         return None
+
+
+@contextmanager
+def lost_interrupts(again: Callable[[], None]) -> Iterator[None]:
+    """Call `again` soon after a KeyboardInterrupt that had no effect.
+
+    Python ignores errors in callbacks of weak references and in finalizers, where a signal may arrive
+    (https://docs.python.org/3/library/sys.html#sys.unraisablehook).
+    """
+    others = sys.unraisablehook
+
+    def handle(lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(0.1, again).start()  # later, because an error in this function would be ignored as well
+        else:
+            others(lost)
+
+    sys.unraisablehook = handle
+    try:
+        yield
+    finally:
+        sys.unraisablehook = others

@@ -21,7 +21,7 @@ from rl_core.errors import RayDiedError
 from rl_train.assembly.error_locations import with_location
 from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.config.loader import LoadedConfig
-from rl_train.errors import RunInterrupted, StopReason
+from rl_train.errors import RunInterrupted, StopReason, lost_interrupts
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_run_folder
 from rl_train.run_folders.status import Status
@@ -61,7 +61,8 @@ class StopSignals:
         """
         before = self._install()
         try:
-            yield
+            with lost_interrupts(self._interrupt):
+                yield
         except BaseException as error:
             # Libraries convert the KeyboardInterrupt of `_handle` to other errors.
             if self._reason is None or not self._has_interrupted or isinstance(error, RunInterrupted):
@@ -109,7 +110,12 @@ class StopSignals:
     def _end_grace(self) -> None:
         # A signal to the main thread also interrupts its blocking system calls.
         self._is_over = True
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._reason is not None:
+            number = next(number for number, reason in _REASONS.items() if reason is self._reason)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 _OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
