@@ -44,10 +44,10 @@ def listening(app):
 
 
 @contextmanager
-def updatable(folder, *, model=MODEL, name="addition", api_keys=(KEY,), max_new_tokens=8):
+def updatable(folder, *, model=MODEL, name="addition", api_keys=(KEY,), max_new_tokens=8, backend="hf", overrides=()):
     """URL and engine of `rlcore serve` in this process, which accepts weight updates from a folder."""
-    overrides = [f"policy.generation.max_new_tokens={max_new_tokens}"]
-    with started_model(str(model), backend="hf", overrides=overrides, name=name) as served:
+    overrides = [f"policy.generation.max_new_tokens={max_new_tokens}", *overrides]
+    with started_model(str(model), backend=backend, overrides=overrides, name=name) as served:
         engine = EngineThread(served.generation)
         updates = WeightUpdates(served.generation, engine, folder.resolve(), ADMIN)
         app = create_app(served, engine, limits=Limits(), api_keys=list(api_keys), updates=updates)

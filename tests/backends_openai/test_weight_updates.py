@@ -24,6 +24,7 @@ from openai_servers import (
     prompts,
     updatable,
 )
+from safetensors import safe_open
 from starlette.responses import JSONResponse
 
 from rl_backends_hf.config import HFPolicyConfig
@@ -291,6 +292,41 @@ def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeyp
     assert KEY.encode() not in written
     assert ADMIN.encode() not in written
     assert b"${oc.env:AN_ADMIN_KEY}" in written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_after_the_first_refit_a_server_gets_adapters_alone(tmp_path, monkeypatch, backend):
+    monkeypatch.setenv("A_KEY", KEY)
+    monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
+    updates = tmp_path / "updates"
+    updates.mkdir()
+    small = ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_val_samples=8"]
+    adapters = ["++policy.hf_cfg.lora.rank=8", "policy.optimizer.kwargs.lr=0.003"]
+    engine = {"vllm": ["policy.generation.vllm_cfg.max_lora_rank=8", "policy.generation.vllm_cfg.max_model_len=32"]}
+    with updatable(updates, backend=backend, overrides=engine.get(backend, ())) as (url, _):
+        rows, _ = trained(run_config(url, updates, 4, api="inference"), tmp_path, *small, *adapters)
+    steps = [row for row in rows if "refit/weight_version" in row]
+    assert [row["refit/weight_version"] for row in steps][:4] == [0.0, 1.0, 2.0, 3.0]
+    # The weights before the first step are those of the validation at the start, which got all of them.
+    assert [row["refit/bytes"] for row in steps[1:4]] == [_adapter_bytes(rank=8)] * 3
+    assert all(row["refit/canary_error"] < 1e-3 for row in steps if "refit/canary_error" in row)
+    assert all(row["mismatch/mean"] < 1e-4 for row in steps if "mismatch/mean" in row)
+
+
+def _adapter_bytes(rank):
+    """Bytes of A, B and s of all linear layers but the head in float32; each tensor fills a multiple of 64 bytes."""
+    with safe_open(MODEL / "model.safetensors", "pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 - not a dict
+    sizes = [4 * rank * size for name, shape in shapes.items() if name.endswith("_proj.weight") for size in shape]
+    return sum(-(-size // 64) * 64 for size in sizes) + 64 * (len(sizes) // 2)
+
+
+def test_a_server_of_vllm_gets_merged_weights_and_adapters_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    config = run_config("http://127.0.0.1:1", tmp_path, 1, api="completions", weight_updates="vllm", admin_key=None)
+    with pytest.raises(ConfigError, match=r"only `rlcore serve` receives adapters.*Set it to merged"):
+        trained(config, tmp_path, "++policy.hf_cfg.lora.rank=8", "++policy.generation.lora=adapter")
 
 
 @pytest.mark.slow

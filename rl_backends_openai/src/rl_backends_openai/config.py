@@ -137,6 +137,11 @@ class OpenAIConfig(GenerationConfig):
     def weights_key(self) -> str | None:
         return "openai_cfg.weight_updates"
 
+    def adapter_problem(self, policy: PolicyConfig) -> str | None:
+        if self.openai_cfg.weight_updates == "rlcore":
+            return None
+        return "only `rlcore serve` receives adapters (openai_cfg.weight_updates: rlcore)"
+
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks that API keys come from the environment, because a config is stored in the run folder."""
         yield from super().conflicts(run)

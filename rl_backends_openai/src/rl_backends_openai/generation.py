@@ -26,6 +26,7 @@ from rl_core.errors import ConfigError, DataError, NotSupportedError, WeightSync
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from rl_core.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -159,7 +160,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
         dtypes = self._run(self._receiving("prepare_refit_info").prepare(info))
-        floats = {dtype for dtype in dtypes.values() if "float" in dtype}
+        floats = {dtype for name, dtype in dtypes.items() if "float" in dtype and not is_adapter(name)}
         self.facts["precision"] = floats.pop() if len(floats) == 1 else "mixed"
         return dtypes
 

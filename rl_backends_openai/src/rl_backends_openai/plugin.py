@@ -20,6 +20,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.TOP_K,
                 Capability.ASYNC_ROWS,
                 Capability.DISK,
+                Capability.LORA_ADAPTERS,
             ),
         )
     ]
