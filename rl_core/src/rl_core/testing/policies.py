@@ -7,19 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import SkipTest
 
 import torch
 
 from rl_core.config.schema import DeadlineConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, NonFiniteError, NotSupportedError
+from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, PolicyInterface
 from rl_core.interfaces.worker import PolicyFacts
 from rl_core.plugins.component import Kind
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import scored
-from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
+from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, must_raise, optional, promise
 from rl_core.testing.reference import FIRST_BYTE, VOCABULARY, Llama, ReferenceModel, ReferenceTrainer, one_thread, transfer
 from rl_core.weights.cuda_ipc import open_handles
 from rl_core.weights.fingerprint import Kind as DigestKind
@@ -216,11 +215,8 @@ class PolicyConformance(Conformance[_Subject]):
     @promise("The reference policy keeps the initial weights while the policy is trained.", after=_STEP)
     def test_the_reference_policy_is_frozen(self) -> str:
         rows = make_rows(seed=13)
-        try:
-            with errors_of_workers():
-                scores = scored(self._policy.get_reference_policy_logprobs, _scoring(rows))["reference_logprobs"]
-        except NotSupportedError:
-            raise SkipTest("the policy keeps no reference policy") from None
+        with optional("the policy keeps no reference policy"):
+            scores = scored(self._policy.get_reference_policy_logprobs, _scoring(rows))["reference_logprobs"]
         initial = ReferenceTrainer(self.model, self.model.make_weights(), self.section())
         return self._check_scores(scores, initial, rows, "of the reference policy")
 
@@ -356,6 +352,15 @@ class PolicyConformance(Conformance[_Subject]):
         if not torch.equal(*scores):
             raise Found("steps after `load_checkpoint` differ from those before. Save the float32 weights that steps add to.")
         return f"{change:.5f}, with float32 weights {expected:.5f}"
+
+    @promise("A frozen model gives ids from `vocab_size` on probability 0, or is a `NotSupportedError`.", after=_SCORES)
+    def test_unused_tokens_have_probability_0(self) -> str:
+        rows, used, weights = make_rows(seed=27), VOCABULARY // 2, self.model.make_weights()
+        ids, lengths = rows["input_ids"].clamp_(max=used - 1), rows["input_lengths"]
+        expected = self.model.logprobs(weights, ids, lengths, temperature=TEMPERATURE, used=used)
+        with self.created_with(frozen=True, vocab_size=used), optional("the policy does not support `vocab_size`"):
+            scores = scored(self._policy.get_logprobs, _scoring(rows))["logprobs"]
+        return check_logprobs(scores, expected, tolerance=self.tolerance, when=f"with vocab_size {used}")
 
     @property
     def _policy(self) -> PolicyInterface:

@@ -19,7 +19,7 @@ from unittest import SkipTest
 from pydantic import ValidationError
 
 from rl_core.config.section import Section
-from rl_core.errors import RLCoreError, WorkerError
+from rl_core.errors import NotSupportedError, RLCoreError, WorkerError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
@@ -168,6 +168,16 @@ def errors_of_workers() -> Iterator[None]:
         yield
     except WorkerError as error:
         raise error.__cause__ or error from None
+
+
+@contextmanager
+def optional(otherwise: str) -> Iterator[None]:
+    """A block that a `NotSupportedError` of the component or its workers skips, for this reason."""
+    try:
+        with errors_of_workers():
+            yield
+    except NotSupportedError:
+        raise SkipTest(otherwise) from None
 
 
 def creation(statement: str) -> Any:

@@ -87,15 +87,23 @@ class ReferenceModel(ABC):
         return (self.logits(weights, tokens) / temperature).log_softmax(dim=-1)
 
     def logprobs(
-        self, weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0, **limits: Any
+        self,
+        weights: Weights,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        used: int | None = None,
+        **limits: Any,
     ) -> torch.Tensor:
         """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding.
 
-        `limits` are those of `limited`.
+        Tokens from the id `used` on have probability 0. `limits` are those of `limited`.
         """
         rows = []
         for tokens, length in zip(ids, lengths.tolist(), strict=True):
             distributions = self.log_distributions(weights, tokens[: length - 1], temperature=temperature)
+            distributions = distributions[:, :used].log_softmax(dim=-1)
             if limits:
                 distributions = limited(distributions, **limits)
             of_tokens = distributions.gather(1, tokens[1:length, None])[:, 0]
