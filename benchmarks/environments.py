@@ -103,6 +103,10 @@ ROWS: Mapping[str, tuple[Mapping[str, Any], Callable[[int], Row]]] = {
     "arithmetic": ({}, lambda i: _row(f"{i}+1=", str(i + 1 + i % 2), expected_answer=str(i + 1), in_box=False)),
     "weather": ({}, lambda i: _row("And tomorrow?", f"Prediction: {('rain', 'sun')[i % 2]}", expected_answer="rain")),
     "multiple_choice": ({}, lambda i: _row("Which?", f"The answer is {'AB'[i % 2]}.", expected_answer="A", choices=["x", "y"])),
+    "short_answer": (
+        {},
+        lambda i: _row("Who?", f"Answer: the {('Sun', 'Moon')[i % 2]}", expected_answer="Sun", aliases=["sol"]),
+    ),
     "math": ({}, _math),
     "instruction_following": ({}, _instruction),
     "reasoning_gym": ({}, _reasoning),

@@ -159,8 +159,12 @@ def test_lengths_follow_from_the_tokens_of_the_rows_and_the_positions_of_the_mod
             272,
             "256 for reasoning + 2 x the longest answer (3 tokens); lower it if the model answers at once",
         ),
-        ({"math": True, "longest_answer": 100}, 464, "256 for reasoning + 2 x the longest answer (100 tokens)"),
-        ({"math": True, "reads_requests": False}, 16, "2 x the longest answer (3 tokens), because no prompt asks to reason"),
+        ({"grader": "math", "longest_answer": 100}, 464, "256 for reasoning + 2 x the longest answer (100 tokens)"),
+        (
+            {"grader": "math", "reads_requests": False},
+            16,
+            "2 x the longest answer (3 tokens), because no prompt asks to reason",
+        ),
         ({"longest_answer": 0}, 256, "a default, because the data has no answers"),
         ({"has_template": True, "positions": 128}, 119, "all that the model's 128 positions leave, less than 272: 256 for"),
     ],
@@ -170,8 +174,7 @@ def test_completions_have_room_for_reasoning_unless_nothing_asks_for_it(changed,
         "algorithm": "grpo",
         "model": "m",
         "form": recognize(FORMATS["texts"], "texts.jsonl"),
-        "task": "task",
-        "math": False,
+        "grader": None,
     }
     source = {"train": {"dataset_name": "jsonl", "path": "texts.jsonl"}, "validation": None, "rows": 50, "run_name": "texts"}
     measured = {"has_template": False, "is_small": True, "longest_row": 8, "longest_answer": 3, "positions": None}

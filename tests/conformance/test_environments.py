@@ -41,6 +41,11 @@ class TestMultipleChoice(EnvironmentConformance):
     rows = [{**row, "expected_answer": "B", "choices": ["1", "2"]} for row in SUMS]  # noqa: RUF012
 
 
+class TestShortAnswer(EnvironmentConformance):
+    component = "short_answer"
+    rows = SUMS
+
+
 class TestInstructions(EnvironmentConformance):
     component = "instruction_following"
     rows = [{**row, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for row in SUMS]  # noqa: RUF012

@@ -8,7 +8,7 @@ from environment_steps import step_checked
 from rl_envs.arithmetic import ArithmeticEnvironment
 from rl_envs.guess import GuessNumberEnvironment
 from rl_envs.instruction_following import InstructionFollowingEnvironment
-from rl_envs.multiple_choice import MultipleChoiceEnvironment
+from rl_envs.multiple_choice import MultipleChoiceEnvironment, ShortAnswerEnvironment
 from rl_envs.reasoning_gym.environment import read_answer
 from rl_envs.sliding_puzzle import SlidingPuzzleEnvironment
 from rl_envs.tools.environment import ToolsEnvironment
@@ -82,6 +82,7 @@ def rewards_of(environment, answers, metadata, content="{0}"):
         (GuessNumberEnvironment, {"secret": NUMBER}),
         (WeatherEnvironment, {"expected_answer": "light rain"}),
         (MultipleChoiceEnvironment, {"expected_answer": "B", "choices": [str(NUMBER - 1), str(NUMBER)]}),
+        (ShortAnswerEnvironment, {"expected_answer": "forty-two"}),
         (SlidingPuzzleEnvironment, {"board": [[1, 2], [0, 3]]}),
         (ToolsEnvironment, {"expected_answer": str(NUMBER), "session_id": "one"}),
     ],
@@ -134,4 +135,5 @@ def test_reading_a_long_answer_takes_linear_time(text):
     assert rewards_of(InstructionFollowingEnvironment(), [text], info) == [0.0]
     assert rewards_of(WeatherEnvironment(), [text], {"expected_answer": "rain"}) == [0.0]
     assert rewards_of(MultipleChoiceEnvironment(), [text, f"\\boxed{{{text}}}"], {"expected_answer": "C"}) == [0.0, 0.0]
+    assert rewards_of(ShortAnswerEnvironment(), [text, f"\\boxed{{{text}}}"], {"expected_answer": "C"}) == [0.0, 0.0]
     assert read_answer(text, "answer") is None

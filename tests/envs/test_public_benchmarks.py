@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import pyarrow
@@ -13,9 +15,10 @@ from isolation import isolated
 from rl_core.errors import DataError
 from rl_envs.code.environment import CodeEnvironment
 from rl_envs.math.environment import MathEnvironment
-from rl_envs.multiple_choice import MultipleChoiceEnvironment
+from rl_envs.multiple_choice import MultipleChoiceEnvironment, ShortAnswerEnvironment
 from rl_train.data.dataset_config import JsonlDatasetConfig
 from rl_train.data.datasets import RecordDataset
+from rl_train.data.records import load_record_function
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["a stone", "the sun", "a lamp", "the moon"]
@@ -63,6 +66,49 @@ CHOICES = {
     },
     "HellaSwag": {"ctx": "What shines by itself?", "activity_label": "x", "endings": TEXTS, "label": "1"},
     "the text of the choice": {"question": "What shines by itself?", "choices": TEXTS, "answer": "the sun"},
+    "files of ARC and CommonsenseQA": {
+        "id": "x",
+        "question": {
+            "stem": "What shines by itself?",
+            "choices": [{"text": text, "label": label} for text, label in zip(TEXTS, "ABCD", strict=True)],
+        },
+        "answerKey": "B",
+    },
+}
+GPQA = {
+    "Question": "What shines by itself?",
+    "Correct Answer": "the sun\n",
+    **{f"Incorrect Answer {number}": text for number, text in enumerate(["a stone", "a lamp", "the moon"], start=1)},
+    "Record ID": "x",
+}
+TRUTHFULQA = {
+    "question": "What shines by itself?",
+    "mc1_targets": {"choices": ["the sun", "a stone", "the moon"], "labels": [1, 0, 0]},
+    "mc2_targets": {"choices": ["the sun", "a star", "the moon"], "labels": [1, 1, 0]},
+}
+TRIVIAQA = {
+    "question": "What shines by itself?",
+    "question_id": "x",
+    "answer": {
+        "aliases": ["Sun", "The Sun", "Sol (star)"],
+        "normalized_aliases": ["sun", "sol star"],
+        "normalized_value": "sun",
+        "type": "WikipediaEntity",
+        "value": "The Sun",
+    },
+}
+BOOLQ = {"question": "does the sun shine", "title": "Sun", "passage": "The sun is a star. It shines."}
+TWO_CHOICES = {
+    "PIQA": ("piqa", {"goal": "Open a door.", "sol1": "Kick it.", "sol2": "Turn the knob.", "label": 1}, "B"),
+    "PIQA, labels as texts": ("piqa", {"goal": "Open a door.", "sol1": "Turn it.", "sol2": "Kick.", "label": "0"}, "A"),
+    "WinoGrande": (
+        "winogrande",
+        {"sentence": "The cup did not fit the box, as _ was big.", "option1": "box", "option2": "cup", "answer": "2"},
+        "B",
+    ),
+    "BoolQ": ("boolq", {**BOOLQ, "answer": True}, "A"),
+    "BoolQ of SuperGLUE": ("boolq", {**BOOLQ, "idx": 3, "label": 0}, "B"),
+    "BoolQ as CSV": ("boolq", {**BOOLQ, "answer": "False"}, "B"),
 }
 
 
@@ -97,6 +143,72 @@ def test_multiple_choice_questions_get_letters_in_the_layout_of_each_benchmark(r
     assert rewards(MultipleChoiceEnvironment(), record, *answers) == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(("name", "row", "right"), TWO_CHOICES.values(), ids=TWO_CHOICES)
+def test_questions_with_two_choices_have_the_letter_of_the_right_one(read, name, row, right):
+    record = read(row, record_fn=name)
+    asked = record["messages"][-1]["content"]
+    shown = {
+        "piqa": ("goal", "sol1", "sol2"),
+        "winogrande": ("sentence", "option1", "option2"),
+        "boolq": ("passage", "question"),
+    }
+    assert [row[field] in asked for field in shown[name]] == [True] * len(shown[name])
+    assert [line for line in asked.splitlines() if line.startswith("(")] == [
+        f"({letter}) {text}" for letter, text in zip("AB", record["extra_env_info"]["choices"], strict=True)
+    ]
+    text = record["extra_env_info"]["choices"]["AB".index(right)]
+    wrong = "BA"["AB".index(right)]
+    assert rewards(MultipleChoiceEnvironment(), record, right, f"Answer: {text}", wrong) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "row"), [("gpqa", GPQA), ("truthfulqa", TRUTHFULQA)])
+def test_choices_of_which_the_first_is_always_right_are_shuffled_by_a_hash_of_the_row(read, name, row):
+    key = "Question" if name == "gpqa" else "question"
+    letters, orders = Counter(), set()
+    for number in range(200):
+        record = load_record_function(name)({**row, key: f"{number}?"})
+        info = record["extra_env_info"]
+        right = "ABCD".index(info["expected_answer"])
+        assert info["choices"][right] == "the sun"
+        assert sorted(info["choices"]) == sorted({"the sun", "a stone", "the moon", *(["a lamp"] if name == "gpqa" else [])})
+        letters[info["expected_answer"]] += 1
+        orders.add(tuple(info["choices"]))
+    # Of 200 uniform draws from four letters, 50 are expected of each, with a standard deviation of 6.1.
+    assert min(letters.values()) >= 30
+    assert len(letters) == len(info["choices"])
+    assert len(orders) == math.factorial(len(info["choices"]))
+    record = read(row, record_fn=name)
+    assert record["extra_env_info"] == load_record_function(name)(dict(reversed(row.items())))["extra_env_info"]
+    letter = record["extra_env_info"]["expected_answer"]
+    assert rewards(MultipleChoiceEnvironment(), record, letter, "the sun", "the moon") == [1.0, 1.0, 0.0]
+
+
+def test_an_answer_of_triviaqa_may_be_any_of_its_aliases(read):
+    record = read(TRIVIAQA, record_fn="triviaqa")
+    assert record["extra_env_info"] == {"expected_answer": "The Sun", "aliases": ["sun", "sol star"]}
+    answers = ["Answer: the sun.", "It is Sol (star).", r"\boxed{Sol, star}", "sun", "The moon", "Sun or moon", ""]
+    assert rewards(ShortAnswerEnvironment(), record, *answers) == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "problem"),
+    [
+        ("gpqa", {**GPQA, "Incorrect Answer 3": None}, "the field 'Incorrect Answer 3' is None: expected a text"),
+        ("piqa", {**TWO_CHOICES["PIQA"][1], "label": -1}, "the field 'label' is -1: expected 0 or 1"),
+        ("winogrande", {**TWO_CHOICES["WinoGrande"][1], "answer": ""}, "the field 'answer' is '': expected 1 or 2"),
+        ("boolq", {**BOOLQ, "label": -1}, "the field 'label' is -1: expected true or 1 or false or 0"),
+        ("truthfulqa", {**TRUTHFULQA, "mc1_targets": TRUTHFULQA["mc2_targets"]}, "expected `choices` and `labels` with a"),
+        ("triviaqa", {**TRIVIAQA, "answer": {"value": "<unk>", "normalized_aliases": []}}, "expected `value` and"),
+        ("piqa", GPQA, "the field 'goal' is None.* It has the fields of gpqa: set `record_fn: gpqa`"),
+        ("multiple_choice", TWO_CHOICES["WinoGrande"][1], "none of the fields 'question', .* set `record_fn: winogrande`"),
+        (None, TRIVIAQA, "set `record_fn: triviaqa`"),
+    ],
+)
+def test_a_row_that_a_layout_cannot_read_names_the_field_or_the_right_layout(read, name, row, problem):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{problem}"):
+        read(row, record_fn=name)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -125,8 +237,9 @@ def test_a_question_without_a_right_choice_is_a_bad_row_with_its_location(read, 
             r"\boxed{0.5}",
             "0.5",
         ),
+        ({"Problem": "6*7?", "Answer": 42}, {"input_key": "Problem", "output_key": "Answer"}, r"\boxed{42}", r"\boxed{41}"),
     ],
-    ids=["GSM8K", "MATH-500"],
+    ids=["GSM8K", "MATH-500", "AIME"],
 )
 def test_numbers_and_formulas_are_graded_as_mathematics(read, row, keys, right, wrong):
     environment = MathEnvironment()

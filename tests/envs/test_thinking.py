@@ -8,7 +8,7 @@ from rl_core.environments.scorer import final_text
 from rl_envs.arithmetic import ArithmeticEnvironment
 from rl_envs.guess import GuessNumberEnvironment
 from rl_envs.instruction_following import InstructionFollowingEnvironment
-from rl_envs.multiple_choice import MultipleChoiceEnvironment
+from rl_envs.multiple_choice import MultipleChoiceEnvironment, ShortAnswerEnvironment
 from rl_envs.reasoning_gym.environment import read_answer
 from rl_envs.sliding_puzzle import SlidingPuzzleEnvironment
 from rl_envs.weather import WeatherEnvironment
@@ -45,6 +45,7 @@ BOARD = {"board": [[1, 2], [0, 3]]}
         (ArithmeticEnvironment, {"expected_answer": "4", "in_box": True}, r"\boxed{4}", r"\boxed{5}"),
         (WeatherEnvironment, {"expected_answer": "rain"}, "Prediction: rain", "Prediction: sun"),
         (MultipleChoiceEnvironment, {"expected_answer": "B", "choices": ["4", "5"]}, "B", "A"),
+        (ShortAnswerEnvironment, {"expected_answer": "Bern"}, "Bern", "Basel"),
         (GuessNumberEnvironment, {"secret": 4}, "4", "5"),
         (InstructionFollowingEnvironment, COMMAS, "Yes.", "Yes, it is."),
         (SlidingPuzzleEnvironment, BOARD, "<move>3</move>", "<move>1</move>"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rl_envs.instruction_following import InstructionFollowingEnvironment
     from rl_envs.judge import JudgeEnvironment
     from rl_envs.math.environment import MathEnvironment
-    from rl_envs.multiple_choice import MultipleChoiceEnvironment
+    from rl_envs.multiple_choice import MultipleChoiceEnvironment, ShortAnswerEnvironment
     from rl_envs.reasoning_gym.environment import ReasoningGymDataset, ReasoningGymEnvironment
     from rl_envs.reward_model import RewardModelEnvironment
     from rl_envs.sliding_puzzle import SlidingPuzzleDataset, SlidingPuzzleEnvironment
@@ -33,6 +33,7 @@ __all__ = [
     "ReasoningGymDataset",
     "ReasoningGymEnvironment",
     "RewardModelEnvironment",
+    "ShortAnswerEnvironment",
     "SlidingPuzzleDataset",
     "SlidingPuzzleEnvironment",
     "ToolsEnvironment",

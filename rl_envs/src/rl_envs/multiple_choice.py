@@ -1,4 +1,4 @@
-"""The environment `multiple_choice`: the chosen letter must be the expected one."""
+"""The environments `multiple_choice` and `short_answer`: what a completion states must be the expected letter or words."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}|(?<![^\W_])
 _LETTER = re.compile(r"(?:(?:option|choice|answer)\s+)?(?:\(([A-Za-z])\)|([A-Za-z])(?![\w'’]))([\s.:,)]*)", re.IGNORECASE)
 _REASON = re.compile(r",?\s*(?:because|since|as)\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(r"(?:or|and|not|but|nor)\b", re.IGNORECASE)
+_PUNCTUATION = str.maketrans(dict.fromkeys(f"{string.punctuation}‘’´`", " "))
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 
 class MultipleChoiceEnvironment(ScorerEnvironment):
@@ -44,6 +46,43 @@ class MultipleChoiceEnvironment(ScorerEnvironment):
         return Score(float(is_right), {"accuracy": is_right, "answered_frac": chosen is not None}, answer=chosen)
 
 
+class ShortAnswerEnvironment(ScorerEnvironment):
+    r"""Rewards 1.0 if the completion states the expected answer or one of its aliases, else 0.0.
+
+    The answer is the content of the last `\boxed{}`, or else what follows the last "answer is" or "Answer:", or else the whole
+    text. It is compared as a whole, after the normalization of TriviaQA (see `normalized`). A row's metadata contains
+    `expected_answer`, and optionally `aliases`, a list of other accepted answers. Metrics: `accuracy`, and `answered_frac`.
+
+    Args:
+        config: an environment section, a dict of its keys, or None for its defaults.
+    """
+
+    def score(self, text: str, info: Mapping[str, Any]) -> Score:
+        """Score an answer.
+
+        Raises:
+            DataError: the row has no accepted answer with a word, or its `aliases` are not texts.
+        """
+        expected, aliases = info.get("expected_answer"), info.get("aliases") or []
+        if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+            raise DataError(f"`aliases` of `short_answer` is {format_value(aliases)}: expected a list of texts.")
+        accepted = {normalized(str(one)) for one in (expected, *aliases) if one is not None} - {""}
+        if not accepted:
+            raise DataError(f"`expected_answer` of `short_answer` is {format_value(expected)}: expected a text with a word.")
+        stated = normalized(_plain(_statement(text))) or None
+        is_right = stated in accepted
+        return Score(float(is_right), {"accuracy": is_right, "answered_frac": stated is not None}, answer=stated)
+
+
+def normalized(text: str) -> str:
+    """A text in lower case without punctuation, the articles a, an and the, and further spaces.
+
+    This is the normalization of the exact match of TriviaQA (Joshi et al. 2017, https://arxiv.org/abs/1705.03551), as published
+    with its data (https://github.com/mandarjoshi90/triviaqa).
+    """
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
 def _expected(info: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """The expected letter, and the text of each letter, without styles."""
     expected, texts = info.get("expected_answer"), info.get("choices")
@@ -66,9 +105,10 @@ def _statement(text: str) -> str:
         if between in ("", "or", "and") and boxes[-2].content != boxes[-1].content:
             return ""  # several choices
         return boxes[-1].content
-    text = _STYLE.sub(r"\1", text[-_LONGEST:])
-    stated = _STATED.findall(text)
-    return str(stated[-1]) if stated else text
+    end = _STYLE.sub(r"\1", text[-_LONGEST:])
+    if stated := _STATED.findall(end):
+        return str(stated[-1])
+    return end if len(text) <= _LONGEST else ""
 
 
 def _choice(statement: str, choices: Mapping[str, str]) -> str | None:

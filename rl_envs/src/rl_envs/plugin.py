@@ -63,6 +63,12 @@ def rlcore_environments() -> list[Component]:
             summary="Multiple choice: the chosen letter must be the expected one",
         ),
         Component(
+            "short_answer",
+            target="rl_envs.multiple_choice:ShortAnswerEnvironment",
+            config="rl_core.config.schema:EnvironmentConfig",
+            summary="Short answers: the stated words must be the expected ones or an alias, normalized as in TriviaQA",
+        ),
+        Component(
             "instruction_following",
             target="rl_envs.instruction_following:InstructionFollowingEnvironment",
             config="rl_envs.config:InstructionFollowingConfig",

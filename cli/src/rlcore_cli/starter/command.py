@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -106,9 +106,9 @@ def init(
         raise ConfigError(f"--model: {problem}")
     print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
     registry = Registry(discover())
-    grades = not own_reward and "math" in registry.names("environment")
+    graders = frozenset() if own_reward else frozenset(registry.names("environment"))
     starter = replace(
-        _starter(train, held_out, form, model=model, algorithm=algorithm, output=output, grades=grades),
+        _starter(train, held_out, form, model=model, algorithm=algorithm, output=output, graders=graders),
         chat_template=None if chat_template is None else str(chat_template.resolve()),
         skips_bad_rows=skip_bad_rows,
     )
@@ -139,13 +139,20 @@ def _algorithm(algorithm: str | None, form: RowFormat, data: Path) -> str:
 
 
 def _starter(
-    train: DataFile, validation: DataFile | None, form: RowFormat, *, model: str, algorithm: str, output: Path, grades: bool
+    train: DataFile,
+    validation: DataFile | None,
+    form: RowFormat,
+    *,
+    model: str,
+    algorithm: str,
+    output: Path,
+    graders: Collection[str],
 ) -> Starter:
-    """What the config is made from, as far as it follows from the options and the rows; `grades`: `math` may be used."""
+    """What the config is made from, as far as it follows from the options and the rows; `graders` are the environments."""
     from rlcore_cli.starter.config_values import Starter, are_mathematical
-    from rlcore_cli.starter.data_file import has_system_messages, has_text_prompts, prompts_ask_for_box
+    from rlcore_cli.starter.data_file import expected_answers, has_system_messages, has_text_prompts, prompts_ask_for_box
 
-    is_math = grades and ("record_fn" in form.keys or are_mathematical(_answers(train, form)))
+    grader = form.environment or ("math" if are_mathematical(expected_answers(train.rows, form)) else "")
     return Starter(
         algorithm=algorithm,
         model=_from_folder(model, output) if Path(model).exists() else model,
@@ -153,8 +160,7 @@ def _starter(
         train=_source(train, output),
         validation=None if validation is None else _source(validation, output),
         rows=len(train.rows),
-        task="math" if is_math else "task",
-        math=is_math,
+        grader=grader if grader in graders else None,
         has_template=False,
         is_small=False,
         longest_row=1,
@@ -164,14 +170,6 @@ def _starter(
         has_system_messages=has_system_messages(train.rows, form),
         run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,
     )
-
-
-def _answers(train: DataFile, form: RowFormat) -> list[Any]:
-    from rl_train.data.records import field_value
-
-    key = form.answer_key
-    values = [] if key is None else [field_value(row, key) for row in train.rows]
-    return [value for value in values if value is not None and str(value).strip()]
 
 
 def _files(
@@ -184,15 +182,15 @@ def _files(
     registry: Registry,
 ) -> dict[str, str]:
     """The text of each new file by its name."""
-    from rlcore_cli.starter.data_file import json_lines_text
+    from rlcore_cli.starter.data_file import expected_answers, json_lines_text
     from rlcore_cli.starter.reward_files import reward_files
 
     files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
     rows = f"{counted(starter.rows, 'row')}, each {starter.form.name}"
     head = f"# Trains on {train.path.name}: {rows}. Written by `rlcore init`.\n"
     files[_CONFIG] = head + _config_text(starter, model, hardware, registry)
-    if starter.samples and not starter.math:
-        answers = _answers(train, starter.form)
+    if starter.samples and starter.grader is None:
+        answers = expected_answers(train.rows, starter.form)
         files |= reward_files(train.path.name, str(answers[0]) if answers else None)
     return files
 
@@ -220,12 +218,13 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     from rl_train.diagnostics.model_files import position_limit, read_model_config
     from rl_train.workbench.dataset_view import view_datasets
     from rlcore_cli.starter.config_values import config_values, has_few_parameters
+    from rlcore_cli.starter.data_file import expected_answers
 
     tokenizer = load_tokenizer(model, chat_template=starter.chat_template)
     starter = replace(
         starter,
         has_template=tokenizer.chat_template is not None,
-        longest_answer=_longest_answer(tokenizer, _answers(train, starter.form)),
+        longest_answer=_longest_answer(tokenizer, expected_answers(train.rows, starter.form)),
     )
     with _readable(train, validation) as (train_source, validation_source):
         preliminary = replace(starter, model=_absolute(model), train=train_source, validation=validation_source)
@@ -341,7 +340,7 @@ def _report(
     for line in bad_row_lines([*train.bad, *(validation.bad if validation is not None else ())]):
         print(f"Skipped: {line}")
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
-    if starter.samples and form.answer_key is None:
+    if starter.samples and form.answer_key is None and starter.grader is None:
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
         if len(train.rows[0]) > 2:
             print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")

@@ -67,10 +67,8 @@ class Starter:
     """Source of the validation data; None to hold out a share of the training data."""
     rows: int
     """Number of training rows."""
-    task: str
-    """Name of the environment's section, if the algorithm samples."""
-    math: bool
-    """Whether the environment `math` grades the answers, instead of a reward function."""
+    grader: str | None
+    """Environment that grades the answers, if the algorithm samples; None for a reward function."""
     has_template: bool
     """Whether the model's tokenizer has a chat template, which system messages need."""
     is_small: bool
@@ -108,6 +106,16 @@ class Starter:
     def samples(self) -> bool:
         """Whether the algorithm samples completions and scores them."""
         return self.algorithm == "grpo"
+
+    @property
+    def math(self) -> bool:
+        """Whether the environment `math` grades the answers."""
+        return self.grader == "math"
+
+    @property
+    def task(self) -> str:
+        """Name of the environment's section."""
+        return self.grader or "task"
 
     @property
     def asks_for_format(self) -> bool:
@@ -183,13 +191,10 @@ def config_values(starter: Starter) -> dict[str, Any]:
     """
     values: dict[str, Any] = {starter.algorithm: _algorithm(starter), "policy": _policy(starter), "data": _data(starter)}
     if starter.samples:
-        section: dict[str, Any] = (
-            ({} if starter.requires_box else {"require_box": False})
-            if starter.math
-            else {"reward_fn": reward_function(has_answers=starter.form.answer_key is not None)}
-        )
-        if not starter.math and starter.form.answer_key is not None:
-            section["correct_above"] = 0.5
+        section: dict[str, Any] = {"require_box": False} if starter.math and not starter.requires_box else {}
+        if starter.grader is None:
+            section["reward_fn"] = reward_function(has_answers=starter.form.answer_key is not None)
+            section |= {} if starter.form.answer_key is None else {"correct_above": 0.5}
         values["env"] = {starter.task: section}
     best: dict[str, Any] = {}
     if starter.validates:

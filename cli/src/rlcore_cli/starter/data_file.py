@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, DataError
+from rl_train.data.benchmarks import LAYOUTS, nearest_layout
 from rl_train.data.image_sources import IMAGE_FIELDS
 from rl_train.data.records import field_value
 
@@ -146,9 +147,11 @@ def json_lines_text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 Row = Mapping[str, Any]
-_QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
-ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
+_QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input", "Question", "Problem")
+ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label", "Answer")
 _RESPONSES = ("response", "completion", "output")
+_RECOGNIZED = 1000
+"""Most rows that are tried with each layout of benchmarks."""
 _LONGEST_PATH = 1024
 """Longer texts are not paths; they may be `data:` URLs."""
 SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm", "kto")
@@ -167,6 +170,8 @@ class RowFormat:
     """Field with the expected answer; None if rows have none."""
     response_key: str | None = None
     """Field with a response to imitate, for supervised training; None if it is part of the conversation."""
+    environment: str | None = None
+    """Environment that grades the answers; None if their values decide."""
 
     @property
     def question_key(self) -> str:
@@ -190,11 +195,13 @@ def recognize(rows: Sequence[Row], path: str) -> RowFormat:
         raise DataError(f"{path}: {error}") from error
     if found is not None:
         return replace(found, name=f"{found.name}, with images") if _most(rows, _has_images) else found
+    nearest = f"{near[1]}. " if (near := nearest_layout(rows[0])) else ""
     fields = "\n".join(f"  {name}: {kind}" for name, kind in sorted(_kinds(rows).items()))
     raise DataError(
         f"{path}: the rows have no known format. Their fields:\n{fields}\n"
         "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
-        "(`instruction`, `output`), verl (`prompt`, `reward_model`), `chosen` with `rejected`, and `completion` with `label`. "
+        "(`instruction`, `output`), verl (`prompt`, `reward_model`), `chosen` with `rejected`, `completion` with `label`, and "
+        f"public benchmarks ({', '.join(layout.title for layout in LAYOUTS.values())}). {nearest}"
         "Name the fields yourself: --question FIELD and, if the rows have it, --answer FIELD (what a reward compares with) or "
         "--response FIELD (what the model should write); for preference pairs --question FIELD, --chosen FIELD and --rejected "
         "FIELD; for answers with a label --question FIELD, --response FIELD and --label FIELD." + _proposal(rows, path)
@@ -327,8 +334,28 @@ def _alpaca(rows: Sequence[Row]) -> RowFormat | None:
 def _gsm8k(rows: Sequence[Row]) -> RowFormat | None:
     if not _most_have(rows, "question", str) or not _most(rows, lambda row: "####" in str(row.get("answer"))):
         return None
-    keys = {"record_fn": "gsm8k"}
-    return RowFormat(name="a GSM8K problem (the number after ####)", algorithms=SAMPLING, keys=keys, answer_key="answer")
+    keys, name = {"record_fn": "gsm8k"}, "a GSM8K problem (the number after ####)"
+    return RowFormat(name=name, algorithms=SAMPLING, keys=keys, answer_key="answer", environment="math")
+
+
+def _benchmark(rows: Sequence[Row]) -> RowFormat | None:
+    """A layout of benchmarks that reads most rows.
+
+    Raises:
+        DataError: They have fields of one that cannot read them, which a question alone would leave out.
+    """
+    first = rows[:_RECOGNIZED]
+    for name, layout in LAYOUTS.items():
+        if _most(first, layout.reads):
+            answer = None if layout.environment == "code" else "expected_answer"
+            keys, title = {"record_fn": name}, f"a row of {layout.title}"
+            return RowFormat(name=title, algorithms=("grpo",), keys=keys, answer_key=answer, environment=layout.environment)
+    row = rows[0]
+    ignored = {name for name in row if row[name] is not None} - {*_QUESTIONS, *ANSWERS, *_RESPONSES}
+    near = nearest_layout(row)
+    if near and ignored & LAYOUTS[near[0]].names and (near[0] == "multiple_choice" or _answer_field(rows) is None):
+        raise DataError(f"{near[1]}. To use only a question, or with an answer, name the fields: --question and --answer.")
+    return None
 
 
 def _questions(rows: Sequence[Row]) -> RowFormat | None:
@@ -337,6 +364,8 @@ def _questions(rows: Sequence[Row]) -> RowFormat | None:
         return None
     answer = _answer_field(rows)
     response = next((name for name in _RESPONSES if _most_have(rows, name, str, list)), None)
+    if question == "problem" and answer == "answer" and all(_most_have(rows, name, str, int) for name in ("subject", "level")):
+        return replace(_question_format(question, answer, None), name="a problem of MATH", environment="math")
     labels = ("true", "false", "1", "0") if answer == "label" else ("true", "false")
     if response and answer and _most(rows, lambda row: str(row.get(answer)).lower() in labels):
         if answer == "label":
@@ -370,9 +399,19 @@ _FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
     _messages,
     _alpaca,
     _gsm8k,
+    _benchmark,
     _questions,
 )
 """In the order in which they are tried: a later format may accept the rows of an earlier one."""
+
+
+def expected_answers(rows: Sequence[Row], form: RowFormat) -> list[Any]:
+    """The answers that completions are compared with; without those of rows that have none."""
+    key, layout = form.answer_key, LAYOUTS.get(str(form.keys.get("record_fn")))
+    if layout is not None:
+        rows, key = [layout.record(row)["extra_env_info"] for row in rows if layout.reads(row)], "expected_answer"
+    values = [] if key is None else [field_value(row, key) for row in rows]
+    return [value for value in values if value is not None and str(value).strip()]
 
 
 def has_text_prompts(rows: Sequence[Row], form: RowFormat) -> bool:

@@ -20,6 +20,7 @@ from rl_core.errors import ConfigError, DataError, format_value
 from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
+from rl_train.data.benchmarks import LAYOUTS, layout_hint, text_field
 from rl_train.data.conversations import Messages, from_text
 from rl_train.data.image_sources import IMAGE_FIELDS, ImageSource, folder_of, image_identity, images_of_row, placed
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
@@ -217,7 +218,7 @@ RecordFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     """{instruction, input, output} as a conversation of two messages; `input` may be empty or missing."""
-    instruction, answer = _text(row, "instruction"), _text(row, "output")
+    instruction, answer = text_field(row, "instruction"), text_field(row, "output")
     given = row.get("input") or ""
     if not isinstance(given, str):
         raise DataError(f"the field 'input' is {format_value(given)}: expected a text")
@@ -227,68 +228,12 @@ def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     """{question, answer}, where the number after `####` in the answer is what the environment expects."""
-    question, answer = _text(row, "question"), _text(row, "answer")
+    question, answer = text_field(row, "question"), text_field(row, "answer")
     _, mark, number = answer.rpartition("####")
     if not mark or not number.strip():
         raise DataError(f"the field 'answer' has no number after ####: {answer[-60:]!r}")
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, "extra_env_info": {"expected_answer": number.strip().replace(",", "")}}
-
-
-_ASKED, _CHOICES = ("question", "question_stem", "ctx"), ("choices", "options", "endings")
-_CHOSEN = ("answerKey", "answer_index", "answer", "label")
-_LETTERS = string.ascii_uppercase
-
-
-def multiple_choice(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A question with lettered choices, where the letter of the right one is what the environment expects.
-
-    Reads the fields of MMLU, MMLU-Pro, ARC, CommonsenseQA, OpenBookQA and HellaSwag: a question, a list of choices or
-    {text, label}, and the right one as a label or letter, a text, or an index from 0.
-    """
-    asked, choices, chosen = (_first_key(row, keys) for keys in (_ASKED, _CHOICES, _CHOSEN))
-    given, answer = row[choices], row[chosen]
-    labels, texts = (given.get("label"), given.get("text")) if isinstance(given, Mapping) else (None, given)
-    if not isinstance(texts, list) or not 2 <= len(texts) <= len(_LETTERS) or not all(isinstance(one, str) for one in texts):
-        raise DataError(f"the field {choices!r} is {format_value(given)}: expected a list of 2 to {len(_LETTERS)} texts")
-    names = [*labels] if labels else [*_LETTERS[: len(texts)]]
-    if len(names) != len(texts):
-        raise DataError(f"the field {choices!r} has {len(texts)} texts, but {len(names)} labels")
-    right = next((options.index(answer) for options in (names, texts) if answer in options), None)
-    if right is None and not labels and str(answer).isdecimal():
-        right = int(answer)
-    if right is None or right >= len(texts):
-        raise DataError(f"the field {chosen!r} is {format_value(answer)}: expected one of the {len(texts)} choices {names}")
-    listed = "\n".join(f"({letter}) {text}" for letter, text in zip(_LETTERS, texts, strict=False))
-    messages = [{"role": "user", "content": f"{_text(row, asked)}\n\n{listed}"}]
-    return {"messages": messages, "extra_env_info": {"expected_answer": _LETTERS[right], "choices": texts}}
-
-
-def humaneval(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{prompt, test, entry_point} of HumanEval: a function to complete, for the environment `code`."""
-    question = (
-        f"Complete this function. Write the whole program in one block.\n\n```python\n{_text(row, 'prompt').rstrip()}\n```"
-    )
-    tests = {"tests": _text(row, "test"), "entry_point": _text(row, "entry_point")}
-    return {"messages": [{"role": "user", "content": question}], "extra_env_info": tests}
-
-
-def mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{text or prompt, test_list} of MBPP, with its imports: a task with the tests that the program must pass, for `code`."""
-    tests, imports = row.get("test_list"), row.get("test_imports") or [row.get("test_setup_code") or ""]
-    if not isinstance(tests, list) or not tests or not all(isinstance(one, str) for one in [*tests, *imports]):
-        raise DataError(f"the field 'test_list' is {format_value(tests)}: expected a list of assertions")
-    asked, shown = _text(row, _first_key(row, ("text", "prompt"))), "\n".join(tests)
-    question = f"{asked}\n\nThe program must pass these tests:\n\n```python\n{shown}\n```"
-    return {"messages": [{"role": "user", "content": question}], "extra_env_info": {"tests": [*filter(None, imports), *tests]}}
-
-
-def _first_key(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The first of the keys that the row has a value of."""
-    found = next((key for key in keys if row.get(key) is not None), None)
-    if found is None:
-        raise DataError(f"none of the fields {', '.join(map(repr, keys))} has a value: the row has {sorted(row)}")
-    return found
 
 
 _RECORD = ("messages", "images", "tools", "extra_env_info", "task_name", "stop_strings")
@@ -347,20 +292,16 @@ def _with_marked_images(value: Any, images: Any) -> Any:
 
 
 PACKAGED: Mapping[str, RecordFunction] = {
-    function.__name__: function for function in (alpaca, gsm8k, humaneval, mbpp, multiple_choice, record, sharegpt)
+    **LAYOUTS,
+    **{function.__name__: function for function in (alpaca, gsm8k, record, sharegpt)},
 }
-_FIELDS = {
-    "sharegpt": {"conversations"},
-    "alpaca": {"instruction", "output"},
-    "humaneval": {"prompt", "test", "entry_point"},
-    "mbpp": {"test_list"},
-}
+_FIELDS = {"sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
 
 
 def form_hint(row: Mapping[str, Any]) -> str:
     """The rest of an error about a row that has the fields of a packaged function; '' for other rows."""
     found = next((name for name, fields in _FIELDS.items() if fields <= row.keys()), None)
-    return "" if found is None else f". It has the fields of {found}: set `record_fn: {found}`"
+    return layout_hint(row) if found is None else f". It has the fields of {found}: set `record_fn: {found}`"
 
 
 def load_record_function(name: str) -> RecordFunction:
@@ -370,7 +311,7 @@ def load_record_function(name: str) -> RecordFunction:
         ConfigError: The function does not exist.
     """
     if name not in PACKAGED and not is_path(name):
-        raise ConfigError(f"record_fn is {name!r}: expected {', '.join(PACKAGED)}, or the path of a function.")
+        raise ConfigError(f"record_fn is {name!r}: expected {', '.join(sorted(PACKAGED))}, or the path of a function.")
     return PACKAGED[name] if name in PACKAGED else load_function(name, "record_fn")
 
 
@@ -388,13 +329,6 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"`{key}`: {path!r} is {function!r}, not a function.")
     return function
-
-
-def _text(row: Mapping[str, Any], key: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str):
-        raise DataError(f"the field {key!r} is {format_value(value)}: expected a text, and the row has {sorted(row)}")
-    return value
 
 
 _MOST_SPANS = 200

@@ -33,7 +33,8 @@ class RowsConfig(DatasetConfig):
     record_fn: str | None = Field(
         None,
         description="Function that converts the fields of a row to a record, used instead of the keys below: a dotted path, "
-        "or `alpaca`, `gsm8k`, `humaneval`, `mbpp`, `multiple_choice`, `record` or `sharegpt`.",
+        "or `alpaca`, `gsm8k`, `record`, `sharegpt`, or a layout of public benchmarks: `boolq`, `gpqa`, `humaneval`, `mbpp`, "
+        "`multiple_choice`, `piqa`, `triviaqa`, `truthfulqa` or `winogrande`.",
     )
 
     images_key: str | None = Field(
