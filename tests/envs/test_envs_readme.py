@@ -13,7 +13,9 @@ README = (Path(__file__).parents[2] / "rl_envs" / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["math", "arithmetic", "guess", "multiple_choice", "instruction_following"])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=["math", "arithmetic", "guess", "multiple_choice", "short_answer", "instruction_following"]
+)
 def test_an_example_prints_what_its_comments_say(example):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

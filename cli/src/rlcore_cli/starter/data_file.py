@@ -353,7 +353,7 @@ def _benchmark(rows: Sequence[Row]) -> RowFormat | None:
     row = rows[0]
     ignored = {name for name in row if row[name] is not None} - {*_QUESTIONS, *ANSWERS, *_RESPONSES}
     near = nearest_layout(row)
-    if near and ignored & LAYOUTS[near[0]].names and (near[0] == "multiple_choice" or _answer_field(rows) is None):
+    if near and (near[0] == "multiple_choice" or _answer_field(rows) is None) and ignored & {*sum(LAYOUTS[near[0]].fields, ())}:
         raise DataError(f"{near[1]}. To use only a question, or with an answer, name the fields: --question and --answer.")
     return None
 

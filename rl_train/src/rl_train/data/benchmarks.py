@@ -19,7 +19,7 @@ _ASKED, _CHOICES = ("question", "question_stem", "ctx"), ("choices", "options", 
 _CHOSEN = ("answerKey", "answer_index", "answer", "label")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layout:
     """The fields of a benchmark's rows, and how they become a record.
 
@@ -36,11 +36,7 @@ class Layout:
     record: Callable[[Row], dict[str, Any]]
 
     def __call__(self, row: Row) -> dict[str, Any]:
-        """The record of a row.
-
-        Raises:
-            DataError: The row is invalid; the message names the layout that can read it, if there is one.
-        """
+        """The record of a row; the `DataError` of an invalid one names the layout that can read it, if there is one."""
         try:
             return self.record(row)
         except DataError as error:
@@ -54,11 +50,6 @@ class Layout:
             return bool(self.record(row))
         except DataError:
             return False
-
-    @property
-    def names(self) -> set[str]:
-        """All names of its fields."""
-        return {name for names in self.fields for name in names}
 
     def missing(self, row: Row) -> list[str]:
         """The fields that the row lacks; `a or b` if it needs one of them."""
@@ -95,20 +86,19 @@ def _shuffled(question: str, texts: Sequence[str], right: int) -> dict[str, Any]
     """Choices in the order of their hashes, for benchmarks whose right choice is always the first."""
 
     def digest(number: int) -> bytes:
-        return hashlib.blake2b(f"{question}\0{texts[number]}\0{number}".encode()).digest()
+        return hashlib.blake2b(f"{question}\0{texts[number]}\0{number}".encode(errors="surrogatepass")).digest()
 
     order = sorted(range(len(texts)), key=digest)
     return _lettered(question, [texts[number] for number in order], order.index(right))
 
 
-def _fields_of_choices(
+def _choice_fields(
     title: str,
     asked: str,
-    fields: tuple[str, ...] = (),
-    *,
-    texts: tuple[str, ...] = (),
+    fields: tuple[str, ...],
     chosen: tuple[str, ...] = (),
     values: Mapping[str, int] | None = None,
+    texts: tuple[str, ...] = (),
 ) -> Layout:
     """A layout with one field for each choice.
 
@@ -116,9 +106,9 @@ def _fields_of_choices(
         title: Names of the benchmarks.
         asked: The question, with the names of its fields in braces.
         fields: Fields with the texts of the choices.
-        texts: The choices themselves, if they are the same in all rows.
         chosen: Fields of which one has the right choice. Without any, the first choice is right, and they are shuffled.
         values: Number of the choice by the value of that field, as a text in lower case.
+        texts: The choices themselves, if they are the same in all rows.
     """
     in_question = tuple(name for _, name, _, _ in string.Formatter().parse(asked) if name)
 
@@ -133,7 +123,7 @@ def _fields_of_choices(
         return _lettered(question, choices, right)
 
     groups = (*((name,) for name in (*in_question, *fields)), *((chosen,) if chosen else ()))
-    return Layout(title=title, fields=groups, environment="multiple_choice", record=record)
+    return Layout(title, groups, "multiple_choice", record)
 
 
 def _multiple_choice(row: Row) -> dict[str, Any]:
@@ -159,8 +149,8 @@ def _multiple_choice(row: Row) -> dict[str, Any]:
 
 def _truthfulqa(row: Row) -> dict[str, Any]:
     given = row.get("mc1_targets")
-    choices, labels = (given.get("choices"), given.get("labels")) if isinstance(given, Mapping) else (None, None)
-    if not isinstance(choices, list) or not isinstance(labels, list) or sorted(labels) != [0] * (len(choices) - 1) + [1]:
+    choices, labels = (given.get(key) or () for key in ("choices", "labels")) if isinstance(given, Mapping) else ((), ())
+    if len(choices) != len(labels) or [*labels].count(1) != 1 or not all(isinstance(one, str) for one in choices):
         raise DataError(f"the field 'mc1_targets' is {format_value(given)}: expected `choices` and `labels` with a single 1")
     return _shuffled(text_field(row, "question"), choices, labels.index(1))
 
@@ -168,10 +158,10 @@ def _truthfulqa(row: Row) -> dict[str, Any]:
 def _triviaqa(row: Row) -> dict[str, Any]:
     answer = row.get("answer")
     accepted = answer.get("normalized_aliases") if isinstance(answer, Mapping) else None
-    if not isinstance(answer, Mapping) or not isinstance(accepted, list) or not accepted:
+    if not accepted:
         raise DataError(f"the field 'answer' is {format_value(answer)}: expected `value` and `normalized_aliases`")
-    messages = [{"role": "user", "content": text_field(row, "question")}]
-    return {"messages": messages, "extra_env_info": {"expected_answer": text_field(answer, "value"), "aliases": accepted}}
+    info = {"expected_answer": text_field(row["answer"], "value"), "aliases": accepted}
+    return {"messages": [{"role": "user", "content": text_field(row, "question")}], "extra_env_info": info}
 
 
 def _humaneval(row: Row) -> dict[str, Any]:
@@ -192,37 +182,19 @@ def _mbpp(row: Row) -> dict[str, Any]:
 
 
 _LIKE_MMLU = "MMLU, MMLU-Pro, ARC, CommonsenseQA, OpenBookQA, HellaSwag"
-_TRUE_OR_FALSE = {"true": 0, "1": 0, "false": 1, "0": 1}
+_GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_BOOLEAN, _FROM_0, _FROM_1 = {"true": 0, "1": 0, "false": 1, "0": 1}, {"0": 0, "1": 1}, {"1": 0, "2": 1}
+_BLANK = "{sentence}\n\nWhat does _ stand for?"
 LAYOUTS: Mapping[str, Layout] = {
-    "boolq": _fields_of_choices(
-        "BoolQ",
-        "{passage}\n\nQuestion: {question}",
-        texts=("yes", "no"),
-        chosen=("answer", "label"),
-        values=_TRUE_OR_FALSE,
-    ),
-    "gpqa": _fields_of_choices(
-        "GPQA", "{Question}", ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    ),
-    "humaneval": Layout(
-        title="HumanEval", fields=(("prompt",), ("test",), ("entry_point",)), environment="code", record=_humaneval
-    ),
-    "mbpp": Layout(title="MBPP", fields=(("text", "prompt"), ("test_list",)), environment="code", record=_mbpp),
-    "multiple_choice": Layout(
-        title=_LIKE_MMLU, fields=(_ASKED, _CHOICES, _CHOSEN), environment="multiple_choice", record=_multiple_choice
-    ),
-    "piqa": _fields_of_choices("PIQA", "{goal}", ("sol1", "sol2"), chosen=("label",), values={"0": 0, "1": 1}),
-    "triviaqa": Layout(title="TriviaQA", fields=(("question",), ("answer",)), environment="short_answer", record=_triviaqa),
-    "truthfulqa": Layout(
-        title="TruthfulQA", fields=(("question",), ("mc1_targets",)), environment="multiple_choice", record=_truthfulqa
-    ),
-    "winogrande": _fields_of_choices(
-        "WinoGrande",
-        "{sentence}\n\nWhat does _ stand for?",
-        ("option1", "option2"),
-        chosen=("answer",),
-        values={"1": 0, "2": 1},
-    ),
+    "boolq": _choice_fields("BoolQ", "{passage}\n\nQuestion: {question}", (), ("answer", "label"), _BOOLEAN, ("yes", "no")),
+    "gpqa": _choice_fields("GPQA", "{Question}", _GPQA),
+    "humaneval": Layout("HumanEval", (("prompt",), ("test",), ("entry_point",)), "code", _humaneval),
+    "mbpp": Layout("MBPP", (("text", "prompt"), ("test_list",)), "code", _mbpp),
+    "multiple_choice": Layout(_LIKE_MMLU, (_ASKED, _CHOICES, _CHOSEN), "multiple_choice", _multiple_choice),
+    "piqa": _choice_fields("PIQA", "{goal}", ("sol1", "sol2"), ("label",), _FROM_0),
+    "triviaqa": Layout("TriviaQA", (("question",), ("answer",)), "short_answer", _triviaqa),
+    "truthfulqa": Layout("TruthfulQA", (("question",), ("mc1_targets",)), "multiple_choice", _truthfulqa),
+    "winogrande": _choice_fields("WinoGrande", _BLANK, ("option1", "option2"), ("answer",), _FROM_1),
 }
 """Layouts by the name of their `record_fn`."""
 
