@@ -73,10 +73,10 @@ def init(
 ) -> None:
     """Write a config for a data file, and a reward function with a test if the algorithm needs one.
 
-    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K and other public benchmarks, verl,
-    preference pairs and answers with a label. A field within another is named with a dot: reward_model.ground_truth. Lengths are set from the
-    tokens of the rows. Existing files are never overwritten. The run is named after the new folder, or without --output after
-    the data file.
+    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, verl, GSM8K and other benchmarks,
+    preference pairs and answers with a label. A field within another is named with a dot: reward_model.ground_truth. Lengths
+    are set from the tokens of the rows. Existing files are never overwritten. The run is named after the new folder, or
+    without --output after the data file.
 
     Example:
         rlcore init questions.jsonl --model path/to/model

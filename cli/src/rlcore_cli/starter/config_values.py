@@ -45,7 +45,7 @@ COMMENTS = {
     "policy.generation.backend": "`vllm` is faster on GPUs",
     "data.split.validation": "chance of each row to be held out and never trained on",
     "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
-    "data.prompt.system_prompt": "what the reward function reads",
+    "data.prompt.system_prompt": "the form in which the reward reads the answer",
     "env.math.require_box": "no prompt asks for \\boxed{}",
     "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
     "checkpointing.metric_name": "the checkpoint that is best by it is kept, too; `--best` of other commands selects it",

@@ -348,7 +348,7 @@ def _benchmark(rows: Sequence[Row]) -> RowFormat | None:
     for name, layout in LAYOUTS.items():
         if _most(first, layout.reads):
             answer = None if layout.environment == "code" else "expected_answer"
-            keys, title = {"record_fn": name}, f"a row of {layout.title}"
+            keys, title = {"record_fn": name}, f"a row in the layout of {layout.title}"
             return RowFormat(name=title, algorithms=("grpo",), keys=keys, answer_key=answer, environment=layout.environment)
     row = rows[0]
     ignored = {name for name in row if row[name] is not None} - {*_QUESTIONS, *ANSWERS, *_RESPONSES}
