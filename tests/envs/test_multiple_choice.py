@@ -120,7 +120,7 @@ def test_a_row_that_cannot_be_graded_is_refused_with_its_number(row, problem):
         MultipleChoiceEnvironment().step([answered("A")] * 2, [{"expected_answer": "A"}, row])
 
 
-def test_a_letter_at_the_end_of_a_long_text_is_no_choice():
+def test_a_letter_at_the_end_of_a_long_text_is_not_a_choice():
     for gap in (" " * 5000, "\n" * 5000, "* " * 3000):
         made = MultipleChoiceEnvironment().step([answered(f"A{gap}B")], [{"expected_answer": "B"}])
         assert made.rewards.tolist() == [0.0]
