@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -202,6 +203,26 @@ def test_a_signal_that_python_loses_in_a_finalizer_still_interrupts(name):
     with pytest.raises(RunInterrupted, match=f"{name}|Ctrl-C"), StopSignals().listen():
         lose()
     assert sys.unraisablehook is before
+
+
+def test_a_signal_that_python_loses_just_before_the_run_ends_is_not_sent_to_what_follows(monkeypatch):
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    followed, timers = [], []
+    start = threading.Timer.start
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: (timers.append(timer), start(timer)))
+    before = signal.signal(signal.SIGTERM, lambda *_: followed.append(True))
+    try:
+        with StopSignals().listen():
+            lost = Interrupted()
+            del lost
+        for timer in timers:
+            timer.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (len(timers), followed) == (1, [])
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -130,16 +130,18 @@ def _file_of(code: Any) -> str | None:
 
 @contextmanager
 def lost_interrupts(again: Callable[[], None]) -> Iterator[None]:
-    """Call `again` soon after a KeyboardInterrupt that had no effect.
+    """Call `again` soon after a KeyboardInterrupt that had no effect, unless the block has ended by then.
 
     Python ignores errors in callbacks of weak references and in finalizers, where a signal may arrive
     (https://docs.python.org/3/library/sys.html#sys.unraisablehook).
     """
     others = sys.unraisablehook
+    timers: list[threading.Timer] = []
 
     def handle(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
-            threading.Timer(0.1, again).start()  # later, because an error in this function would be ignored as well
+            timers.append(threading.Timer(0.1, again))  # later, because an error in this function would be ignored as well
+            timers[-1].start()
         else:
             others(lost)
 
@@ -148,3 +150,5 @@ def lost_interrupts(again: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = others
+        for timer in timers:
+            timer.cancel()
