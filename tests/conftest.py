@@ -98,7 +98,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_unconfigure(config):
     gc.freeze, gc.unfreeze = freeze, unfreeze
-    gc.unfreeze()
+    # A process of pytest-xdist that takes more than 5 seconds to end is interrupted and then killed: on a busy machine, the last
+    # search for garbage among all libraries and tests takes longer.
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()
     if folder := config.stash.get(IMPORTS, None):
         shutil.rmtree(folder, ignore_errors=True)
     if hasattr(config, "workerinput"):
