@@ -204,7 +204,7 @@ def test_the_event_loop_continues_while_the_first_graded_requests_create_one_env
         def __init__(self, name, section=None):
             created.append(name)
             started.set()
-            assert go_on.wait(20), "the event loop waited for the environment"
+            assert go_on.wait(60), "the event loop waited for the environment"
             super().__init__(name)
 
     monkeypatch.setattr("rl_serve.chat_service.Grader", SlowGrader)

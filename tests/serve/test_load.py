@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from rl_core.rendezvous.interfaces import free_port
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
 from rl_serve.serving import create_proxy_app
@@ -31,7 +32,7 @@ def start_backend(port):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.full("more requests; 40 run in CI"))])
 def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed_and_restarted(serve_http, count):
-    server, port = start_backend(0)
+    server, port = start_backend(free_port("127.0.0.1"))  # no client takes it while the backend is restarted
     backend = Backend(BackendSection(host="127.0.0.1", port=port, max_retries=1), concurrency=64)
     front = serve_http(create_proxy_app(backend, name="proxy", limits=Limits(max_concurrent_requests=300)))
     body = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}

@@ -49,7 +49,7 @@ def receive(collective):
 def run_rank(rank, place, device, peer_dies, outbox):
     try:
         torch.cuda.set_device(device)
-        collective = WeightCollective(*place, 2, rank=rank, device="cuda", timeout_s=20.0)
+        collective = WeightCollective(*place, 2, rank=rank, device="cuda", timeout_s=20.0 if peer_dies else 120.0)
         collective.join()
         if not peer_dies:
             (send if rank == 0 else receive)(collective)

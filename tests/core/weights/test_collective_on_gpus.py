@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 
 import pytest
 import torch
 from gpu_processes import run_rank
+
+from rl_core.rendezvous.interfaces import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,9 +17,7 @@ ONE_EACH = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def two_ranks(devices, *, peer_dies=False):
     """The devices reported by both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = probe.getsockname()
+    place = ("127.0.0.1", free_port("127.0.0.1"))
     spawn = multiprocessing.get_context("spawn")
     outbox = spawn.Queue()
     ranks = [

@@ -183,13 +183,13 @@ class Ticking:
 
 
 def settled(rollout):
-    """The ticks of a rollout once they have stopped; fails if they do not."""
-    for _ in range(200):
-        before = rollout.ticks
+    """The ticks of a rollout once they have stopped for 0.2 s; fails if they do not."""
+    looks = [rollout.ticks]
+    while len(set(looks[-10:])) > 1 or len(looks) < 10:
+        assert len(looks) < 2000, "the rollout has continued"
         time.sleep(0.02)
-        if rollout.ticks == before:
-            return before
-    raise AssertionError("the rollout has continued")
+        looks.append(rollout.ticks)
+    return looks[-1]
 
 
 def test_rollouts_that_take_turns_continue_only_while_a_thread_waits_and_their_time_stands_still():
@@ -221,7 +221,7 @@ def test_a_loop_that_is_held_ends_at_once(leaves):
     else:
         del loop
         gc.collect()
-    thread.join(5.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 
@@ -231,7 +231,7 @@ def test_without_turns_rollouts_continue_meanwhile():
         loop.start(rollout.play(limit_s=60.0))
         loop.run(asyncio.sleep(0.01))
         before = rollout.ticks
-        for _ in range(200):
+        for _ in range(2000):
             if rollout.ticks > before:
                 break
             time.sleep(0.02)
