@@ -98,8 +98,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_unconfigure(config):
     gc.freeze, gc.unfreeze = freeze, unfreeze
-    # A process of pytest-xdist that takes more than 5 seconds to end is interrupted and then killed: on a busy machine, the last
-    # search for garbage among all libraries and tests takes longer.
+    # A process of pytest-xdist that takes more than 5 seconds to end is interrupted and then killed. The last search for
+    # garbage among all libraries and tests would take that long.
     if not hasattr(config, "workerinput"):
         gc.unfreeze()
     if folder := config.stash.get(IMPORTS, None):

@@ -110,6 +110,15 @@ class Worker:
         print("last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def outlive(self, rank, pid, beds):
+        """One rank, the process `pid`, dies once it is woken as in `sleep_on`; its peers fail when it is gone."""
+        if self.context.rank == rank:
+            self.sleep_on(rank, beds)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (Path(beds) / f"asleep-{os.getpid()}").touch()
+        wait_until(lambda: not lives(pid))
+        raise RuntimeError("my peer hung up")
+
     async def later(self, x):
         return x + 1
 

@@ -240,6 +240,29 @@ def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pai
     assert pair.run_all("add", 1) == [1, 1]
 
 
+@pytest.mark.timeout(300)
+def test_a_death_that_ray_reports_late_is_the_cause(pair, beds, monkeypatch):
+    monkeypatch.setattr(worker_group, "_GRACE_S", 0.1)
+    [raylet] = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    wait, pids = worker_group._wait_for_root_cause, pair.pids()
+
+    def report_during_the_wait(*arguments):
+        threading.Timer(1.0, raylet.resume).start()
+        return wait(*arguments)
+
+    monkeypatch.setattr(worker_group, "_wait_for_root_cause", report_during_the_wait)
+    pending = pair.submit_all("outlive", 1, pids[1], str(beds))
+    wait_asleep(beds, *pids)
+    raylet.suspend()
+    try:
+        (beds / f"asleep-{pids[1]}").unlink()
+        with pytest.raises(WorkerDiedError, match=r"rank 1 \(data=1\) of 'pair'"):
+            pending.result()
+    finally:
+        raylet.resume()
+    pair.restart()
+
+
 def test_a_call_during_a_restart_does_not_reach_the_worker_before_it_is_built(cluster, tmp_path):
     """Another thread may call all ranks, for example to measure memory, while a replica is replaced."""
     with RayWorkerGroup(cluster, Waiting, num_workers=1, worker_kwargs={"folder": str(tmp_path)}) as group:

@@ -20,7 +20,7 @@ from rl_core.errors import ResourceInsufficientError, UserError
 from rl_core.rendezvous.interfaces import free_port
 
 _SETTLE_S = 5.0  # Ray frees resources a moment after a shutdown
-_PLACE_S = 30.0
+_PLACE_S = 120.0  # on a busy machine, Ray may take half a minute to start a process
 
 
 @dataclass(frozen=True)

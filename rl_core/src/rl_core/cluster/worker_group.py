@@ -145,8 +145,8 @@ class WorkerGroup(ABC):
 
 
 # A rank that dies makes its peers fail in their collective, often before Ray notices the death: after the first failure, wait
-# this long for the root cause.
-_GRACE_S = 5.0
+# this long for the root cause, and longer if a process is gone whose death Ray has yet to report.
+_GRACE_S, _REPORT_S = 5.0, 60.0
 
 
 class PendingCall:
@@ -278,10 +278,14 @@ def _advance(pending: Sequence[PendingCall], timeout_s: float) -> None:
 
 def _wait_for_root_cause(pending: Sequence[PendingCall], failures: list[WorkerError]) -> WorkerError:
     """A death, which explains the other failures and may be noticed after them; else the first of `failures`."""
-    until = time.monotonic() + _GRACE_S
-    while any(call._open for call in pending) and time.monotonic() < until:
+    until, is_extended = time.monotonic() + _GRACE_S, False
+    while waiting := [call._calls[index] for call in pending for index in call._open.values()]:
         if any(isinstance(failure, WorkerDiedError) for failure in failures):
             break
+        if time.monotonic() >= until:
+            if is_extended or all(call.actor.is_alive() for call in waiting):
+                break
+            until, is_extended = until + _REPORT_S, True
         _advance(pending, max(until - time.monotonic(), 0.0))
         failures += [error for error in _errors_of(pending) if error not in failures]
     cause = root_cause(failures)
