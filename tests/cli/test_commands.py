@@ -4,8 +4,10 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,21 @@ def test_a_misspelt_command_suggests_the_nearest():
     result = rlcore("list-bakends")
     assert result.returncode == 2
     assert "No such command 'list-bakends'. Did you mean 'list-backends'?" in result.stderr
+
+
+def test_ctrl_c_that_python_loses_in_a_finalizer_still_ends_a_command(monkeypatch):
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def lose(run):
+        lost = Interrupted()
+        del lost
+        time.sleep(60)
+
+    monkeypatch.setattr("rlcore_cli.watch.existing_run_path", lose)
+    result = rlcore("watch", "run")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def test_a_config_file_instead_of_a_command_suggests_train():

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import traceback
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ import typer
 import rl_train
 from rl_core.compute_variables import compute_variables
 from rl_core.errors import RLCoreError
-from rl_train.errors import PluginHookError, RunInterrupted
+from rl_train.errors import PluginHookError, RunInterrupted, lost_interrupts
 from rl_train.garbage_collection import late_first_collection
 from rlcore_cli.lazy import PluginGroup, typer_app
 
@@ -158,8 +160,10 @@ def main() -> None:
     os.environ.update(compute_variables())
     if not (sys.stdout and sys.stdout.isatty()):  # it is None if it was closed
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colors the lines of workers in redirected output as well
+    again = partial(signal.pthread_kill, threading.main_thread().ident or 0, signal.SIGINT)
     try:
-        status = app(standalone_mode=False)
+        with lost_interrupts(again):
+            status = app(prog_name="rlcore", standalone_mode=False)
     except typer.TyperException as error:
         _print_usage_error(error)
         raise SystemExit(error.exit_code) from None
