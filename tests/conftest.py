@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, settings
 # Modules next to this file are for the tests of several folders.
 sys.path.insert(0, str(Path(__file__).parent))
 
-# A busy machine is slow, not wrong: no example has a deadline, and none is drawn too slowly.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is slow, not wrong: no example has a deadline, and none is drawn too slowly. The other check is left out here
+# because `settings(suppress_health_check=...)` of a test would replace this list.
+checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("suite", deadline=None, suppress_health_check=checks)
 settings.load_profile("suite")
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and every process that a test starts would too.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nemo_rl_configs import NAMES, leaves, run
 from omegaconf import OmegaConf
@@ -113,7 +113,7 @@ def known(nemo_rl):
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 def test_values_of_any_type_are_listed_without_a_traceback(known, tmp_path, data):
     theirs = {}
     for key in data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=8, unique=True)):

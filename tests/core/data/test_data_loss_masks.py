@@ -7,7 +7,7 @@ comparison is exact.
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_styles import Segments, Style, expected, tokenizer_of, trained_text
 from transformers import PreTrainedTokenizerFast
@@ -131,7 +131,7 @@ def conversations(draw) -> list[dict]:
 
 @pytest.mark.parametrize("name", STYLES)
 @given(log=conversations())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40)
 def test_trained_tokens_equal_the_tokens_sampled_turn_by_turn(tokenizers, name, log):
     tokenizer = tokenizers[name]
     datum = conversation_datum({"messages": log}, idx=0, tokenizer=tokenizer)

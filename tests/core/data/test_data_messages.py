@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
@@ -27,7 +27,6 @@ def tokens_of(log: list[dict]) -> list[int]:
 
 
 @given(turns=TURNS, header=st.booleans())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_concatenated_token_ids_are_the_template_of_the_whole_conversation(chat_tokenizer, turns, header):
     log = log_of(*turns)
     formatted = get_formatted_message_log(log, chat_tokenizer, add_generation_prompt=header)

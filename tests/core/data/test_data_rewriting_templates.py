@@ -6,7 +6,7 @@ model samples. Masks are 0 or 1, so that the comparison is exact.
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_styles import CHATML, Segments, Style, expected, tokenizer_of, trained_text
 
@@ -116,7 +116,7 @@ def mask_of(log: list[dict]) -> list[float]:
 
 @pytest.mark.parametrize("name", STYLES)
 @given(log=conversations())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@settings(max_examples=25)
 def test_every_answer_is_found_in_the_whole_text_and_nothing_else_is_trained(tokenizers, name, log):
     tokenizer = tokenizers[name]
     datum = conversation_datum({"messages": log}, idx=0, tokenizer=tokenizer)
@@ -126,7 +126,7 @@ def test_every_answer_is_found_in_the_whole_text_and_nothing_else_is_trained(tok
 
 @pytest.mark.parametrize("name", STYLES)
 @given(log=conversations())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(max_examples=10)
 def test_a_prompt_with_earlier_answers_is_rendered_as_a_whole(tokenizers, name, log):
     tokenizer = tokenizers[name]
     prompt = prompt_datum({"messages": log[:-1]}, idx=0, tokenizer=tokenizer)

@@ -6,7 +6,7 @@ sample; masks are 0 or 1 and token ids integers, so that the comparison is exact
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_styles import CHATML, Style, expected, tokenizer_of
 from tool_styles import HERMES, IM, LLAMA, NAMES, STYLES, TOOLS, hermes
@@ -39,7 +39,7 @@ def turns(draw, most_calls: int) -> list[dict]:
 
 @pytest.mark.parametrize("name", STYLES)
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40)
 def test_tool_calls_are_trained_and_tool_results_are_not_with_any_template(tokenizers, name, data):
     tokenizer, (style, most_calls) = tokenizers[name], STYLES[name]
     log = [{"role": "system", "content": data.draw(WORDS)}] if data.draw(st.booleans()) and name != "joined" else []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.config.diagnostics import InvalidConfigError
@@ -167,7 +167,7 @@ def test_random_bytes_give_a_list_of_errors(files):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(override=st.one_of(
     st.text(max_size=40),
     st.builds(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import RLCoreError
@@ -130,7 +130,7 @@ def test_a_slow_environment_call_delays_no_other_row(tokenizer, streaming):
 TASKS = [("judge", {"expected": "yes"}), ("count", {"turns": 3}), ("count", {"turns": 1}), ("judge", {"expected": "no"})]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(delays=st.lists(st.integers(0, 6), min_size=1, max_size=12))
 def test_the_order_in_which_rows_are_sampled_does_not_change_the_batch(tokenizer, engine_for, streaming, environments, delays):
     def script(text):
