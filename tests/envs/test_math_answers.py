@@ -205,9 +205,9 @@ def test_the_last_closed_box_counts(completion, content):
 
 def test_finding_the_box_takes_linear_time():
     hostile = "{" * 50_000 + r"\boxed{1}" * 50_000 + r"\boxed{" * 50_000
-    started = time.process_time()
+    started = time.thread_time()
     assert last_box(hostile) == "1"
-    assert time.process_time() - started < 5.0  # 0.3 s; a quadratic search takes minutes
+    assert time.thread_time() - started < 5.0  # 0.3 s; a quadratic search takes minutes
 
 
 def test_answers_and_outcomes_are_returned(grader):

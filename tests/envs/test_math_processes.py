@@ -64,9 +64,9 @@ def test_hostile_completions_are_wrong_and_do_not_affect_other_rows(grader):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_searching_a_hostile_completion_for_an_unboxed_answer_is_fast(text):
-    started = time.process_time()
+    started = time.thread_time()
     unboxed_answer(text, words=False)
-    assert time.process_time() - started < 2.0  # 0.1 s; a search that backtracks takes hours
+    assert time.thread_time() - started < 2.0  # 0.1 s; a search that backtracks takes hours
 
 
 def test_a_comparison_that_never_ends_is_counted_as_a_timeout(lenient_grader):
