@@ -6,6 +6,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import uvicorn
@@ -16,11 +17,16 @@ from starlette.routing import Route
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.generation import OpenAIGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_serve.backend import Backend
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
-from rl_serve.serving import create_app
+from rl_serve.serving import create_app, create_proxy_app
+from rl_serve.settings import BackendSection
 from rl_serve.weights_api import WeightUpdates
+from rl_train.weight_sync.sender import WeightSender
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports import DiskTransport
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 KEY = "sk-a-very-secret-key"
@@ -56,6 +62,16 @@ def updatable(folder, *, model=MODEL, name="addition", api_keys=(KEY,), max_new_
                 yield url, served.generation
         finally:
             engine.close()
+
+
+@contextmanager
+def proxy_of(url):
+    """URL of a proxy of a server, which forwards weight updates."""
+    section = BackendSection(host="127.0.0.1", port=urlsplit(url).port, api_key=KEY)
+    backend = Backend(section, concurrency=64, admin_key=ADMIN)
+    app = create_proxy_app(backend, name="addition", limits=Limits(), api_keys=[KEY], admin_key=ADMIN)
+    with listening(app) as proxy:
+        yield proxy
 
 
 class Script:
@@ -158,6 +174,11 @@ def section(url, **keys):
         openai_cfg={"base_url": f"{url}/v1", "api_key": KEY, "max_retries": 0, "max_model_len": 32, **own},
         **{"max_new_tokens": 8, **{key: value for key, value in keys.items() if key in SECTION}},
     )
+
+
+def synchronizer(policy, engine, folder):
+    """Sends the policy's weights to the server through a folder."""
+    return WeightSynchronizer(policy, engine, WeightSender(policy, DiskTransport, buffer_bytes=2**21, folder=folder))
 
 
 @contextmanager

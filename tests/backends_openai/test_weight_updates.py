@@ -3,8 +3,7 @@
 import asyncio
 import json
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
-from urllib.parse import urlsplit
+from contextlib import ExitStack, nullcontext
 
 import httpx
 import pytest
@@ -22,6 +21,8 @@ from openai_servers import (
     engine_of,
     listening,
     prompts,
+    proxy_of,
+    synchronizer,
     updatable,
 )
 from safetensors import safe_open
@@ -31,15 +32,8 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.http import HttpError
-from rl_serve.backend import Backend
-from rl_serve.sampling import Limits
-from rl_serve.serving import create_proxy_app
-from rl_serve.settings import BackendSection
 from rl_serve.weights_api import PATHS
 from rl_train.launch.train import train
-from rl_train.weight_sync.sender import WeightSender
-from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transports import DiskTransport
 
 
 @pytest.fixture
@@ -47,10 +41,6 @@ def policy():
     policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=str(MODEL), max_total_sequence_length=32))
     yield policy
     policy.shutdown()
-
-
-def synchronizer(policy, engine, folder):
-    return WeightSynchronizer(policy, engine, WeightSender(policy, DiskTransport, buffer_bytes=2**21, folder=folder))
 
 
 def connect(url, folder, **keys):
@@ -262,16 +252,6 @@ def trained(config, tmp_path, *overrides):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     texts = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
     return rows, b"".join(texts)
-
-
-@contextmanager
-def proxy_of(url):
-    """URL of a proxy of a server, which forwards weight updates."""
-    section = BackendSection(host="127.0.0.1", port=urlsplit(url).port, api_key=KEY)
-    backend = Backend(section, concurrency=64, admin_key=ADMIN)
-    app = create_proxy_app(backend, name="addition", limits=Limits(), api_keys=[KEY], admin_key=ADMIN)
-    with listening(app) as proxy:
-        yield proxy
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ NO_KEY = "EMPTY"
 """The customary API key of servers that check none."""
 _OWNED = frozenset(
     {"model", "prompt", "messages", "token_ids", "n", "stream", "temperature", "top_p", "top_k", "seed", "stop"}
-    | {"stop_token_ids", "logprobs", "return_token_ids", "sampling_params"}
+    | {"stop_token_ids", "logprobs", "return_token_ids", "sampling_params", "images"}
 )
 
 
@@ -141,6 +141,25 @@ class OpenAIConfig(GenerationConfig):
         if self.openai_cfg.weight_updates == "rlcore":
             return None
         return "only `rlcore serve` receives adapters (openai_cfg.weight_updates: rlcore)"
+
+    @property
+    def image_api_problem(self) -> str | None:
+        """Why rows cannot have images, whatever the server; None if they can."""
+        own = self.openai_cfg
+        if own.api != "inference":
+            return (
+                f"openai_cfg.api is {own.api}, which cannot take tokens and the tensors of their images. Set openai_cfg.api to "
+                "inference, and use `rlcore serve` of a vision-language model"
+            )
+        if own.weight_updates == "vllm":
+            return (
+                "openai_cfg.weight_updates is vllm, and vLLM's own server cannot receive the tensors of images. Start `rlcore "
+                "serve MODEL --backend vllm`, and set openai_cfg.weight_updates to rlcore"
+            )
+        return None
+
+    def image_problem(self, policy: PolicyConfig) -> str | None:
+        return self.image_api_problem
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks that API keys come from the environment, because a config is stored in the run folder."""

@@ -74,17 +74,22 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
         self._updates = updates_of(self.config, deadline_s=(deadlines or DeadlineConfig()).refit_s)
         self._loop: EventLoopThread | None = EventLoopThread("rlcore-openai")
         try:
-            limit = self._loop.run(probe(self._server, self.config))
+            server = self._loop.run(probe(self._server, self.config))
         except BaseException:
             self.shutdown()
             raise
         own = self.config.openai_cfg
-        self._max_model_len = min(own.max_model_len or _UNLIMITED, limit or _UNLIMITED)
-        self.facts: dict[str, Any] = {"device": own.base_url, "max_model_len": self._max_model_len}
+        self._max_model_len = min(own.max_model_len or _UNLIMITED, server.max_model_len or _UNLIMITED)
+        self.facts: dict[str, Any] = {
+            "device": own.base_url,
+            "max_model_len": self._max_model_len,
+            "images": server.reads_images and self.config.image_api_problem is None,
+        }
         """What is known about the engine; with `weight_updates` also its `precision`."""
         self._reader = PromptReader(
             LengthLimits(vocab_size=_ANY_ID, max_model_len=self._max_model_len, max_new_tokens=self.config.max_new_tokens),
             stop_strings=self.config.stop_strings or (),
+            reads_images=True,
         )
         self._synced_version: int | None = None
         self._batch: list[Completion | HttpError] = []
@@ -182,6 +187,12 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
 
     def _rows(self, data: BatchedDataDict[Any]) -> list[_Row]:
         prompts = self._reader.read(data)
+        if any(prompt.images for prompt in prompts) and not self.facts["images"]:
+            reason = self.config.image_api_problem or (
+                f"{self._server.name} does not report that {self.config.openai_cfg.model} reads images in prompts of token "
+                "ids. `rlcore serve` of a vision-language model does"
+            )
+            raise NotSupportedError(f"Rows have images, which the generation backend `openai` cannot send: {reason}.")
         if not self.reads_messages:
             return [(prompt, None) for prompt in prompts]
         if "messages" not in data:

@@ -19,6 +19,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.TOP_P,
                 Capability.TOP_K,
                 Capability.ASYNC_ROWS,
+                Capability.IMAGES,
                 Capability.DISK,
                 Capability.LORA_ADAPTERS,
             ),

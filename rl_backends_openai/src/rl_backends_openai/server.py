@@ -5,13 +5,19 @@ On connecting, `probe` checks whether the server has the model, and whether it r
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from safetensors.torch import save
+
 from rl_backends_openai.config import OpenAIConfig
 from rl_core.data.generation_io import Prompt
+from rl_core.data.images import RowImage
 from rl_core.errors import ConfigError, RLCoreError
+from rl_core.event_loop import in_thread
 from rl_core.http import HttpClient, HttpError, RequestLimits
 
 _MAX_SEED = 2**63 - 1
@@ -59,6 +65,8 @@ class OpenAIServer:
         )
         url = settings.root_url if settings.api == "inference" else settings.base_url
         self._client = HttpClient(base_url=url, api_key=settings.api_key, limits=limits)
+        self._encoding = asyncio.Semaphore(limits.concurrency)
+        """So that there are not more bodies with pictures in memory than requests."""
         self._models = HttpClient(base_url=settings.base_url, api_key=settings.api_key, limits=limits)
 
     async def models(self) -> list[Mapping[str, Any]] | None:
@@ -87,7 +95,7 @@ class OpenAIServer:
         """Sample one row.
 
         Args:
-            prompt: tokens, limit, seed and stop strings.
+            prompt: tokens, limit, seed, stop strings, and images, which `api: inference` sends with the tensors of the policy.
             messages: the conversation, for `api: chat`.
             greedy: take the most likely tokens.
             top_k: replaces the config's.
@@ -99,7 +107,11 @@ class OpenAIServer:
         sampling = self._sampling(prompt, greedy=greedy, top_k=top_k)
         if self._own.api == "inference":
             body: dict[str, Any] = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
-            return await self._reply(_INFERENCE, body, _inference_reply)
+            if not prompt.images:
+                return await self._reply(_INFERENCE, body, _inference_reply)
+            async with self._encoding:
+                body["images"] = await in_thread(lambda: [_sent_image(image) for image in prompt.images], name="rlcore-images")
+                return await self._reply(_INFERENCE, body, _inference_reply)
         if self._own.api == "chat":
             body = {"messages": [dict(message) for message in messages or ()], **sampling}
             return await self._reply("chat/completions", body, _chat_reply)
@@ -170,6 +182,13 @@ def _chat_reply(choice: Mapping[str, Any]) -> Reply:
     return Reply(text=str(choice["message"].get("content") or ""))
 
 
+def _sent_image(image: RowImage) -> dict[str, Any]:
+    """An image as `/inference/v1/generate` of `rlcore serve` takes it."""
+    names = ("digest", "start", "length", "placeholder_id", "num_placeholders")
+    tensors = save({name: tensor.detach().cpu().contiguous() for name, tensor in image.inputs.items()})
+    return {**{name: getattr(image, name) for name in names}, "tensors": base64.b64encode(tensors).decode()}
+
+
 def _tokens(choice: Mapping[str, Any]) -> list[int] | None:
     tokens = choice.get("token_ids")
     return None if tokens is None else [int(token) for token in tokens]
@@ -200,11 +219,21 @@ _FILTERED_ERROR = 1e-3
 _AT = "policy.generation.openai_cfg"
 
 
-async def probe(server: OpenAIServer, config: OpenAIConfig) -> int | None:
-    """Sample a token and check the response.
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What a server reports about its model.
 
-    Returns:
-        Maximum number of tokens of prompt and completion; None if the server does not report it.
+    Attributes:
+        max_model_len: maximum number of tokens of prompt and completion; None if it is not reported.
+        reads_images: whether prompts of token ids may have images, which is so for `rlcore serve` of a vision-language model.
+    """
+
+    max_model_len: int | None = None
+    reads_images: bool = False
+
+
+async def probe(server: OpenAIServer, config: OpenAIConfig) -> ServerFacts:
+    """Sample a token and check the response; returns what the server reports about the model.
 
     Raises:
         ConfigError: the model does not exist on the server, or the server cannot be used for training although
@@ -212,7 +241,7 @@ async def probe(server: OpenAIServer, config: OpenAIConfig) -> int | None:
         HttpError: the server is not reachable or refused the request.
     """
     settings = config.openai_cfg
-    limit = await _limit_of_model(server, settings.model)
+    facts = await _facts_of_model(server, settings.model)
     prompt = Prompt(number=0, tokens=list(_PROMPT), limit=1, seed=1)
     messages = [{"role": "user", "content": "1"}]
     try:
@@ -227,19 +256,22 @@ async def probe(server: OpenAIServer, config: OpenAIConfig) -> int | None:
     if settings.weight_updates is not None:
         _refuse_incomplete(reply, config)
         await _refuse_raw_logprobs(server, prompt, config)
-    return limit
+    return facts
 
 
-async def _limit_of_model(server: OpenAIServer, model: str) -> int | None:
+async def _facts_of_model(server: OpenAIServer, model: str) -> ServerFacts:
     models = await server.models()
     if models is None:
-        return None
+        return ServerFacts()
     entries = {str(entry.get("id")): entry for entry in models}
     if entries and model not in entries:
         names = ", ".join(sorted(entries)[:10])
         raise ConfigError(f"{_AT}.model: the server {server.name} has no model {model!r}. It has: {names}.")
-    limit = entries.get(model, {}).get("max_model_len")
-    return limit if isinstance(limit, int) else None
+    entry = entries.get(model, {})
+    limit = entry.get("max_model_len")
+    return ServerFacts(
+        max_model_len=limit if isinstance(limit, int) else None, reads_images=entry.get("reads_token_images") is True
+    )
 
 
 def _refuse_incomplete(reply: Reply, config: OpenAIConfig) -> None:

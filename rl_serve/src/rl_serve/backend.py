@@ -25,7 +25,7 @@ from rl_serve.weights_api import ADMIN_HEADER, PATHS, admin_check
 
 _RETRY_AFTER_S = 1
 _CONNECT_S = 10.0
-_FACTS = ("max_model_len", "streams_tokens")
+_FACTS = ("max_model_len", "streams_tokens", "reads_token_images")
 MAX_RESPONSE_BYTES = 64 * 2**20
 """Size of a response of the backend, and of an event of a stream."""
 
@@ -78,7 +78,7 @@ class Backend:
         return self._names
 
     def facts(self, name: str | None) -> Mapping[str, Any]:
-        """`max_model_len` and `streams_tokens` of a model, by default the first, if `names` has found them."""
+        """The facts (`_FACTS`) of a model, by default the first, if `names` has found them."""
         return self._facts.get(name or next(iter(self._names), ""), {})
 
     async def check(self) -> None:

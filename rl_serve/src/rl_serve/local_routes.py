@@ -47,6 +47,7 @@ from rl_serve.sampling import (
 )
 from rl_serve.served_model import ServedModel
 from rl_serve.text import completion_text
+from rl_serve.token_images import read_token_images
 from rl_serve.weights_api import WeightUpdates
 from rl_train.data.image_sources import texts_of
 from rl_train.rollouts.trajectory import sample_seed
@@ -89,7 +90,11 @@ class LocalRoutes:
 
     async def models(self) -> dict[str, dict[str, Any]]:
         """The served model and its facts."""
-        facts = {"max_model_len": self._model.max_model_len, "streams_tokens": self._engine.streams_tokens}
+        facts = {
+            "max_model_len": self._model.max_model_len,
+            "streams_tokens": self._engine.streams_tokens,
+            "reads_token_images": self._model.reads_images,
+        }
         return {self._model.name: facts}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
@@ -147,7 +152,9 @@ class LocalRoutes:
         requested = body.sampling_params
         refuse_unsupported_fields(requested.model_extra or {}, where="sampling_params.")
         names = ParameterNames(prompt="token_ids", max_tokens="sampling_params.max_tokens")
-        plan = self._plan(requested, [body.token_ids], n=requested.n, max_tokens=requested.max_tokens, names=names)
+        images = await self._threads.run(read_token_images, body.images, body.token_ids, self._model) if body.images else ()
+        options: dict[str, Any] = {"n": requested.n, "max_tokens": requested.max_tokens, "names": names, "images": images}
+        plan = self._plan(requested, [body.token_ids], **options)
         rows = await self._sample_all(plan, request)
         choices = [
             {

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from rl_serve.errors import ApiError, model_not_found
+from rl_serve.token_images import TokenImage
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FailFast()]
@@ -361,6 +362,8 @@ class GenerateTokensRequest(RequestBody):
 
     token_ids: TokenIds = Field(min_length=1)
     """The prompt."""
+    images: list[TokenImage] = Field(default_factory=list)
+    """The images in the prompt."""
     sampling_params: TokenSamplingParameters = Field(default_factory=TokenSamplingParameters)
     request_id: str | None = Field(default=None, max_length=200)
 

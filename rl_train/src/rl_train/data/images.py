@@ -83,6 +83,12 @@ class ImageReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageReader, (self.model, self.config)
 
+    @property
+    def placeholder_id(self) -> int | None:
+        """The token that stands for features of images, by the model's config; None for a model of text."""
+        ids = media_ids(self.model)
+        return next((ids[key] for key in ("image_token_id", "image_token_index") if key in ids), None)
+
     def read(self, sources: Sequence[ImageSource], tokenizer: Any) -> list[TextImage]:
         """The images of a row.
 
@@ -161,8 +167,7 @@ class ImageReader:
             return
         self._check()
         with with_key("policy.model_name"):
-            ids = media_ids(self.model)
-            placeholder = next((ids[key] for key in ("image_token_id", "image_token_index") if key in ids), None)
+            placeholder = self.placeholder_id
             if placeholder is None:
                 raise ConfigError(
                     f"Rows have images, but {self.model} is a model of text: its config names no token for images. Use a "
