@@ -1,10 +1,10 @@
 """An engine behind `rlcore serve` keeps the promises of generation backends."""
 
+from kit_pictures import QwenVL
 from openai_servers import ADMIN, KEY, updatable
 
 from rl_core.testing import GenerationConformance, xfail
 from rl_core.testing.generation import LIMIT
-from rl_core.testing.reference import Llama
 
 
 class TestOpenAI(GenerationConformance):
@@ -13,11 +13,21 @@ class TestOpenAI(GenerationConformance):
         reason="only the server knows the vocabulary: its answer, status 400, names the token but is an HttpError"
     )
 
+    picture_model = QwenVL()
+
     @classmethod
     def setup_class(cls):
-        """Start the server with the kit's model; its weights are updated through the folder of the tests."""
+        """Start a server for each model; their weights are updated through the folder of the tests."""
         super().setup_class()
-        model = Llama().save(cls._folder / "model", Llama().make_weights())
-        url, _ = cls._exits.enter_context(updatable(cls._folder, model=model, name="kit", max_new_tokens=LIMIT))
-        server = {"base_url": f"{url}/v1", "api_key": KEY, "model": "kit", "weight_updates": "rlcore", "admin_key": ADMIN}
-        cls.config = {"openai_cfg": server, "refit_folder": str(cls._folder)}
+        cls.servers = {}
+        for model in (cls.picture_model, cls.model):
+            folder = model.save(cls._folder / type(model).__name__, model.make_weights())
+            url, _ = cls._exits.enter_context(updatable(cls._folder, model=folder, name="kit", max_new_tokens=LIMIT))
+            cls.servers[model] = {"base_url": f"{url}/v1", "api_key": KEY, "model": "kit", "api": "inference"}
+
+    @classmethod
+    def section(cls):
+        """The section with the server of the model that is tested."""
+        updates = {"weight_updates": "rlcore", "admin_key": ADMIN}
+        cls.config = {"openai_cfg": {**cls.servers[cls.model], **updates}, "refit_folder": str(cls._folder)}
+        return super().section()

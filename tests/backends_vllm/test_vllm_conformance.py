@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+from kit_pictures import QwenVL
 
 from rl_core.testing import GenerationConformance
 
@@ -10,6 +11,7 @@ from rl_core.testing import GenerationConformance
 @pytest.mark.vllm
 class TestVllm(GenerationConformance):
     component = "vllm"
+    picture_model = QwenVL()
     config: ClassVar = {
         "vllm_cfg": {
             "precision": "float32",

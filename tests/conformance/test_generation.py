@@ -1,5 +1,7 @@
 """The Transformers engine keeps the promises of generation backends."""
 
+from kit_pictures import QwenVL
+
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation import HFGenerationWorker
 from rl_core.dispatch.generation import DistributedGeneration
@@ -10,6 +12,7 @@ from rl_core.testing.reference import Llama, ReferenceSender
 
 class TestHF(GenerationConformance):
     component = "hf"
+    picture_model = QwenVL()
 
 
 class MergedWorker(HFGenerationWorker):

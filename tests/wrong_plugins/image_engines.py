@@ -9,7 +9,11 @@ from wrong_plugins.engines import EngineOf
 from rl_backends_hf.generation import HFGenerationWorker
 
 
-class Right(EngineOf):
+class ImageEngineOf(EngineOf):
+    capabilities = (*EngineOf.capabilities, "images")
+
+
+class Right(ImageEngineOf):
     """The right control."""
 
     class Worker(HFGenerationWorker):
@@ -29,7 +33,7 @@ class ChangesImages(HFGenerationWorker):
         return super().prefill(rows)
 
 
-class ShowsThePictureOfAnotherRow(EngineOf):
+class ShowsThePictureOfAnotherRow(ImageEngineOf):
     """Computes a row with the pictures of the next one."""
 
     class Worker(ChangesImages):
@@ -38,7 +42,7 @@ class ShowsThePictureOfAnotherRow(EngineOf):
             return [replace(other, start=image.start) for image, other in zip(images, others, strict=True)] if fits else images
 
 
-class SwapsThePicturesOfARow(EngineOf):
+class SwapsThePicturesOfARow(ImageEngineOf):
     """Computes with the pictures of a row in the reverse order."""
 
     class Worker(ChangesImages):
@@ -47,7 +51,7 @@ class SwapsThePicturesOfARow(EngineOf):
             return [replace(other, start=image.start) for image, other in zip(images, swapped, strict=True)]
 
 
-class PlacesFeaturesOneTokenLater(EngineOf):
+class PlacesFeaturesOneTokenLater(ImageEngineOf):
     """Moves the features of each picture by one token."""
 
     class Worker(HFGenerationWorker):
@@ -64,7 +68,7 @@ class PlacesFeaturesOneTokenLater(EngineOf):
             return model
 
 
-class ForgetsThePositionsOfPictures(EngineOf):
+class ForgetsThePositionsOfPictures(ImageEngineOf):
     """Numbers the tokens after a picture as if it were text, while decoding."""
 
     class Worker(HFGenerationWorker):
@@ -75,7 +79,7 @@ class ForgetsThePositionsOfPictures(EngineOf):
             return logits
 
 
-class KeepsTheFirstTower(EngineOf):
+class KeepsTheFirstTower(ImageEngineOf):
     """Computes with the vision tower of its start, whatever it receives."""
 
     class Worker(HFGenerationWorker):
@@ -92,7 +96,7 @@ class KeepsTheFirstTower(EngineOf):
                         each.copy_(self.first[name])
 
 
-class EncodesPicturesWithTheFirstTower(EngineOf):
+class EncodesPicturesWithTheFirstTower(ImageEngineOf):
     """Holds and reports what it receives, but computes features with a copy of the first tower."""
 
     class Worker(HFGenerationWorker):

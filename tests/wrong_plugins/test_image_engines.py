@@ -1,12 +1,17 @@
-"""Engines that sample rows with images wrongly are found by the checks of a run: log-probabilities, or fingerprints."""
+"""Engines that sample rows with images wrongly are found by the checks of a run, and by the conformance kit."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
+from pydoc import locate
 
 import pytest
 import torch
+from kit_pictures import QwenVL
 from policy_cases import NLL
 from wrong_plugins import image_engines
+from wrong_plugins.picture_models import PicturePolicyOf
+from wrong_plugins.registry import PICTURES
 
 sys.path.append(str(Path(__file__).parents[1] / "backends_hf"))
 
@@ -16,6 +21,8 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WeightSyncError
+from rl_core.testing import GenerationConformance, PolicyConformance
+from rl_core.testing.promises import Status
 from rl_train.logprob_agreement import TokenDifferences, sampled_tokens
 from rl_train.training_checks.agreement import EXACT_MEAN
 from rl_train.weight_sync.sender import WeightSender
@@ -89,4 +96,40 @@ def test_fingerprints_show_weights_that_were_not_replaced(folder, tmp_path, name
 
 def test_each_of_them_is_tested():
     named = {name for name, each in vars(image_engines).items() if isinstance(each, type) and hasattr(each, "Worker")}
-    assert named - {"EngineOf", "Right"} == {*DISAGREE, *FINGERPRINT}
+    assert named - {"EngineOf", "ImageEngineOf", "Right"} == {*DISAGREE, *FINGERPRINT}
+
+
+WRONG = [f"image_engines.{name}" for name in ("Right", *DISAGREE, *FINGERPRINT)]
+WRONG += [f"picture_models.{name}" for name in ("RightWithPictures", *PICTURES)]
+QUICK = ("RightWithPictures", "PlacesFeaturesOneTokenLater", "ShiftsPositionsAfterPictures")
+"""Those that are tried in every run of the tests; the others are `slow`."""
+
+
+def kit_of(component, **attributes):
+    """The test class of an engine or a policy."""
+    base = PolicyConformance if issubclass(locate(component), PicturePolicyOf) else GenerationConformance
+    return type("Tests", (base,), {"component": component, **attributes})
+
+
+@pytest.mark.parametrize(
+    "path", [path if path.endswith(QUICK) else pytest.param(path, marks=pytest.mark.slow) for path in WRONG]
+)
+def test_the_conformance_kit_finds_them_by_the_promise_of_images(path):
+    tests = kit_of(f"wrong_plugins.{path}", picture_model=QwenVL())
+    [name] = [each.name for each in tests.promises() if each.name.endswith("with_their_images")]
+    tests.setup_class()
+    try:
+        with suppress(pytest.fail.Exception):
+            getattr(tests(), name)()
+        is_right = path.rpartition(".")[2].startswith("Right")
+        assert (tests.results[name].status is Status.KEPT) == is_right, tests.results[name]
+    finally:
+        tests.teardown_class()
+
+
+def test_without_a_model_that_reads_images_the_kit_says_that_the_promise_was_not_checked():
+    tests = kit_of("wrong_plugins.image_engines.Right")
+    tests.setup_class()
+    with pytest.raises(pytest.skip.Exception, match="`picture_model` of the test class is not set"):
+        tests().test_rows_are_sampled_with_their_images()
+    tests.teardown_class()

@@ -18,7 +18,7 @@ from rl_core.errors import DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.worker import GenerationFacts
 from rl_core.plugins.component import Kind
-from rl_core.testing import adapters, reference
+from rl_core.testing import adapters, images, reference
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_sets, check_unchanged, section_of
 from rl_core.testing.outputs.models import check_version, generated
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
@@ -66,12 +66,14 @@ class GenerationConformance(Conformance[_Subject]):
     Attributes:
         tolerance: largest difference of a log-probability from the reference, in nats; for float32.
         model: the model that it is tested with; an engine of a model that is not in Transformers defines its own.
+        picture_model: the model that rows with images are tested with.
     """
 
     kind = Kind.GENERATION
     minimum = 15
     tolerance: ClassVar[float] = 1e-3
     model: ClassVar[ReferenceModel] = Llama()
+    picture_model: ClassVar[images.PictureModel | None] = None
 
     @classmethod
     def section(cls) -> GenerationConfig:
@@ -79,7 +81,7 @@ class GenerationConformance(Conformance[_Subject]):
         values = {"model_name": str(cls._folder / "model"), "temperature": TEMPERATURE, "max_new_tokens": LIMIT}
         values |= {"backend": cls.component, **cls.config}
         section = section_of(cls.registered(), GenerationConfig, values)
-        return adapters.for_adapted_policy(section) if "lora_adapters" in cls.capabilities() else section
+        return adapters.for_adapted_policy(section) if cls.model.adapted and "lora_adapters" in cls.capabilities() else section
 
     @classmethod
     def create(cls) -> _Subject:
@@ -419,6 +421,7 @@ class GenerationConformance(Conformance[_Subject]):
     test_a_later_refit_brings_adapters_alone = adapters.test_a_later_refit_brings_adapters_alone
     test_adapters_outlast_a_pause = adapters.test_adapters_outlast_a_pause
     test_adapters_that_fit_no_layer_are_refused = adapters.test_adapters_that_fit_no_layer_are_refused
+    test_rows_are_sampled_with_their_images = images.test_rows_are_sampled_with_their_images
 
     def _refitted(self, *, seed: int) -> _Subject:
         """Train the sender's weights and send them."""

@@ -138,9 +138,7 @@ class LossConformance(Conformance[LossFunction]):
             raise Found(f"a token that is not trained has a gradient of {float(wrong.abs().max()):g}. Multiply by both masks.")
         hidden = {key: _where_trained(rows[key], mask) for key in {_LOGPROBS, *self.subject().required_keys}}
         shifted = self._outcome(hidden)
-        _check_equal(
-            shifted.gradient, whole.gradient, "the gradient with other log-probabilities of tokens that are not trained"
-        )
+        _check_equal(shifted.gradient, whole.gradient, "the gradient with other log-probabilities of untrained tokens")
         _check_equal(shifted.loss, whole.loss, "the loss with other numbers for untrained tokens")
 
     @promise("Padding columns change neither loss nor gradient.", after=_SCALAR)

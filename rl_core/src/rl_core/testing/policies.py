@@ -16,13 +16,13 @@ from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, PolicyInterface
 from rl_core.interfaces.worker import PolicyFacts
 from rl_core.plugins.component import Kind
+from rl_core.testing import images
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
 from rl_core.testing.outputs.models import scored
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, must_raise, optional, promise
 from rl_core.testing.reference import FIRST_BYTE, VOCABULARY, Llama, ReferenceModel, ReferenceTrainer, one_thread, transfer
+from rl_core.weights import fingerprint
 from rl_core.weights.cuda_ipc import open_handles
-from rl_core.weights.fingerprint import Kind as DigestKind
-from rl_core.weights.fingerprint import combine, tensor_digests
 from rl_core.weights.manifest import manifest_of
 
 TEMPERATURE = 0.7
@@ -75,6 +75,7 @@ class PolicyConformance(Conformance[_Subject]):
     Attributes:
         tolerance: largest difference of a log-probability from the reference, in nats; for float32.
         model: the model that it is tested with; a policy of a model that is not in Transformers defines its own.
+        picture_model: the model that rows with images are tested with.
     """
 
     kind = Kind.POLICY
@@ -82,6 +83,7 @@ class PolicyConformance(Conformance[_Subject]):
     created_again = True
     tolerance: ClassVar[float] = 1e-3
     model: ClassVar[ReferenceModel] = Llama(dropout=0.1)
+    picture_model: ClassVar[images.PictureModel | None] = None
 
     @classmethod
     def section(cls) -> PolicyConfig:
@@ -260,22 +262,16 @@ class PolicyConformance(Conformance[_Subject]):
     )
     def test_sent_weights_are_the_trained_weights(self) -> str:
         for seed in (14, 15):
-            sent = self._sent()
-            expected = {name: weight.detach() for name, weight in self._reference.weights.items()}
-            if different := sorted(sent.keys() ^ expected.keys()):
-                raise Found(f"the names {', '.join(different)} are sent or in the checkpoint, not both.")
-            for name, weight in expected.items():
-                if sent[name].shape != weight.shape or not torch.allclose(sent[name].float(), weight, atol=1e-3):
-                    raise Found(f"{name} is not the trained weight of version {self._policy.weight_version}.")
+            found = self._check_sent()
             self._stepped(make_rows(seed=seed))
-        return f"{len(sent)} tensors"
+        return found
 
     @promise("`weight_fingerprint` is that of the tensors that are sent.", applies=_SENDING, after=_SENT)
     def test_the_fingerprint_is_that_of_the_sent_weights(self) -> None:
         for _ in range(2):
             sent, found = self._sent(), self._sender.weight_fingerprint()
-            kind: DigestKind = "wsum" if found.startswith("wsum") else "xxh3"
-            expected = combine(tensor_digests(sent.items(), kind=kind), kind=kind)
+            kind: fingerprint.Kind = "wsum" if found.startswith("wsum") else "xxh3"
+            expected = fingerprint.combine(fingerprint.tensor_digests(sent.items(), kind=kind), kind=kind)
             if found != expected:
                 raise Found(f"the fingerprint is {found}, and that of the sent tensors {expected}.")
             self._stepped(make_rows(seed=14))
@@ -362,6 +358,8 @@ class PolicyConformance(Conformance[_Subject]):
             scores = scored(self._policy.get_logprobs, _scoring(rows))["logprobs"]
         return check_logprobs(scores, expected, tolerance=self.tolerance, when=f"with vocab_size {used}")
 
+    test_rows_are_trained_with_their_images = images.test_rows_are_trained_with_their_images
+
     @property
     def _policy(self) -> PolicyInterface:
         return self.subject().policy
@@ -413,11 +411,20 @@ class PolicyConformance(Conformance[_Subject]):
             raise Found(f"{wrong[0]} is {stated.get(wrong[0])} in the manifest, and was sent as {found.get(wrong[0])}.")
         return tensors
 
-    def _check_weights(self, when: str, *, seed: int = 18) -> str:
+    def _check_weights(self, when: str, *, seed: int = 18, rows: BatchedDataDict[Any] | None = None) -> str:
         """Compare weights by the log-probabilities of rows."""
-        rows = make_rows(seed=seed)
+        rows = make_rows(seed=seed) if rows is None else rows
         scores = scored(self._policy.get_logprobs, _scoring(rows))["logprobs"]
         return self._check_scores(scores, self._reference, rows, when)
+
+    def _check_sent(self) -> str:
+        sent, expected = self._sent(), {name: weight.detach() for name, weight in self._reference.weights.items()}
+        if different := sorted(sent.keys() ^ expected.keys()):
+            raise Found(f"the names {', '.join(different)} are sent or in the checkpoint, not both.")
+        for name, weight in expected.items():
+            if sent[name].shape != weight.shape or not torch.allclose(sent[name].float(), weight, atol=1e-3):
+                raise Found(f"{name} is not the trained weight of version {self._policy.weight_version}.")
+        return f"{len(sent)} tensors"
 
     def _check_version(self, when: str) -> str:
         if (found := self._policy.weight_version) != self._reference.version:
@@ -434,7 +441,7 @@ class PolicyConformance(Conformance[_Subject]):
 
 
 def _scoring(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    return BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths")})
+    return BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths", "images") if key in rows})
 
 
 def _check_number(name: str, found: Any, expected: float) -> None:

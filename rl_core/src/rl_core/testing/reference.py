@@ -73,18 +73,22 @@ class ReferenceModel(ABC):
         byte_tokenizer().save_pretrained(folder)
         return str(folder)
 
-    def log_distributions(self, weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    def log_distributions(
+        self, weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0, images: Any = None
+    ) -> torch.Tensor:
         """Log-probabilities of all tokens after each prefix of a row.
 
         Args:
             weights: the weights.
             tokens: [T] int64.
             temperature: divides the logits.
+            images: of the row, if it has some.
 
         Returns:
             [T, V] float32, in nats; position t is the distribution of token t + 1.
         """
-        return (self.logits(weights, tokens) / temperature).log_softmax(dim=-1)
+        logits = self.logits(weights, tokens, images) if images else self.logits(weights, tokens)  # type: ignore[call-arg]
+        return (logits / temperature).log_softmax(dim=-1)
 
     def logprobs(
         self,
@@ -94,15 +98,16 @@ class ReferenceModel(ABC):
         *,
         temperature: float = 1.0,
         used: int | None = None,
+        images: Any = None,
         **limits: Any,
     ) -> torch.Tensor:
         """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding.
 
-        Tokens from the id `used` on have probability 0. `limits` are those of `limited`.
+        Tokens from the id `used` on have probability 0. `images` is the column of that name, and `limits` are those of `limited`.
         """
         rows = []
-        for tokens, length in zip(ids, lengths.tolist(), strict=True):
-            distributions = self.log_distributions(weights, tokens[: length - 1], temperature=temperature)
+        for tokens, length, shown in zip(ids, lengths.tolist(), images or [None] * len(ids), strict=True):
+            distributions = self.log_distributions(weights, tokens[: length - 1], temperature=temperature, images=shown)
             distributions = distributions[:, :used].log_softmax(dim=-1)
             if limits:
                 distributions = limited(distributions, **limits)
@@ -164,26 +169,12 @@ class Llama(ReferenceModel):
 
     def save_weights(self, folder: Path, weights: Weights) -> None:
         save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=_HIDDEN,
-            intermediate_size=_INNER,
-            num_hidden_layers=_LAYERS,
-            num_attention_heads=_HEADS,
-            num_key_value_heads=_KEY_HEADS,
-            head_dim=_HEAD,
-            max_position_embeddings=MAX_LENGTH,
-            rms_norm_eps=_EPSILON,
-            rope_theta=_THETA,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-            architectures=["LlamaForCausalLM"],
-            dtype="float32",
-            attention_dropout=self._dropout,
-        )
-        config.save_pretrained(folder)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": _HIDDEN, "intermediate_size": _INNER, "num_hidden_layers": _LAYERS}
+        heads = {"num_attention_heads": _HEADS, "num_key_value_heads": _KEY_HEADS, "head_dim": _HEAD, "rope_theta": _THETA}
+        ids = {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": False}
+        other = {"max_position_embeddings": MAX_LENGTH, "rms_norm_eps": _EPSILON, "attention_dropout": self._dropout}
+        kind = {"architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+        LlamaConfig(**sizes, **heads, **ids, **other, **kind).save_pretrained(folder)
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
         hidden = weights["model.embed_tokens.weight"][tokens]
@@ -384,8 +375,8 @@ class ReferenceTrainer:
 
     def logprobs(self, rows: BatchedDataDict[Any]) -> torch.Tensor:
         """[B, T] float32 at the scoring temperature, in nats; 0.0 at position 0 and on padding."""
-        ids, lengths = rows["input_ids"], rows["input_lengths"]
-        return self.model.logprobs(self.weights, ids, lengths, temperature=self._section.scoring_temperature)
+        shown, of_rows = rows.get("images"), (rows["input_ids"], rows["input_lengths"])
+        return self.model.logprobs(self.weights, *of_rows, temperature=self._section.scoring_temperature, images=shown)
 
     def outcome(self, rows: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, float]:
         """What a step should report, without taking it; `grad_norm` is before clipping. The gradients stay in the weights."""

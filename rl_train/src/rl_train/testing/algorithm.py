@@ -138,11 +138,8 @@ class AlgorithmConformance(Conformance[_Trained]):
         drawn, rows = random.Random(7), []
         for number in range(_ROWS):
             texts = {"question": f"{number}+1=", "expected_answer": str(number + 1)}
-            pair = {
-                "prompt": texts["question"],
-                "chosen": texts["expected_answer"],
-                "rejected": str(drawn.randrange(1000, 9999)),
-            }
+            other = str(drawn.randrange(1000, 9999))
+            pair = {"prompt": texts["question"], "chosen": texts["expected_answer"], "rejected": other}
             label = number % 2 == 0
             rows.append({**texts, **pair, "completion": pair["chosen" if label else "rejected"], "label": label})
         (cls._folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
