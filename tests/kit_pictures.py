@@ -38,6 +38,7 @@ class QwenVL(PictureModel):
             vision_end_token_id=_CLOSES,
             tie_word_embeddings=False,
             dtype="float32",
+            architectures=["Qwen2_5_VLForConditionalGeneration"],
         )
         module = Qwen2_5_VLForConditionalGeneration(config).eval()
         # `logits` passes sampled placeholders, which are not replaced, as other ids.

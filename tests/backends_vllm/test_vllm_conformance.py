@@ -18,6 +18,5 @@ class TestVllm(GenerationConformance):
             "max_model_len": 128,
             "max_num_seqs": 32,
             "enforce_eager": True,
-            "max_lora_rank": 64,
         }
     }

@@ -101,7 +101,7 @@ def test_each_of_them_is_tested():
 
 WRONG = [f"image_engines.{name}" for name in ("Right", *DISAGREE, *FINGERPRINT)]
 WRONG += [f"picture_models.{name}" for name in ("RightWithPictures", *PICTURES)]
-QUICK = ("RightWithPictures", "PlacesFeaturesOneTokenLater", "ShiftsPositionsAfterPictures")
+QUICK = ("PlacesFeaturesOneTokenLater", "ShiftsPositionsAfterPictures")
 """Those that are tried in every run of the tests; the others are `slow`."""
 
 
