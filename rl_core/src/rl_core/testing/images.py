@@ -28,10 +28,9 @@ class PictureModel(ReferenceModel):
 @contextmanager
 def _reading_pictures(tests: Any) -> Iterator[None]:
     """A block in which the component has loaded the class's `picture_model`."""
-    cls = type(tests)
-    if cls.picture_model is None:
+    if tests.picture_model is None:
         raise SkipTest("`picture_model` of the test class is not set")
-    with patch.object(cls, "model", cls.picture_model), cls.created_with():
+    with patch.object(type(tests), "model", tests.picture_model), tests.created_with():
         yield
 
 
