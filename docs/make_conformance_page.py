@@ -48,8 +48,9 @@ a test file. Kinds with the path `rl_train.testing` below need rl-train.
 - Policies and engines are compared with a small Llama in the format of Transformers. A backend of another model sets `model` on
   its classes, a `rl_core.testing.ReferenceModel`: it makes weights, writes them for the backend, and computes the logits of a
   row. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one.
-- Rows with images are tested with a vision-language model of the test class, `picture_model`: a `rl_core.testing.PictureModel`, which
-  also makes pictures. `tests/kit_pictures.py` of the repository has one, a Qwen2.5-VL of 110,000 parameters.
+- Rows with images are tested with a vision-language model of the test class, `picture_model`: a
+  `rl_core.testing.PictureModel`, which also makes pictures. `tests/kit_pictures.py` of the repository has one, a Qwen2.5-VL
+  of 110,000 parameters.
 - `pytest --ray` runs workers on two ranks over Ray instead of in this process.
 """
 
