@@ -74,11 +74,11 @@ SHARED = ("checks.py",)
 """Modules of `environments/` that `rlcore check env` and `rlcore env` run as well."""
 
 
-def test_the_conformance_kit_has_at_most_3900_lines():
+def test_the_conformance_kit_has_at_most_3910_lines():
     """Without `SHARED` (413 lines), and without `outputs/`: those checks of returned values run in every training step."""
     modules = tracked("rl_core/src/rl_core/testing/*.py", "rl_train/src/rl_train/testing/*.py")
     own = [path for path in modules if "outputs" not in path.parts and path.name not in SHARED]
-    assert sum(len(path.read_text().splitlines()) for path in own) <= 3_900
+    assert sum(len(path.read_text().splitlines()) for path in own) <= 3_910
 
 
 def test_modules_have_at_most_500_lines():

@@ -18,7 +18,7 @@ from rl_core.interfaces.worker import PolicyFacts
 from rl_core.plugins.component import Kind
 from rl_core.testing import images
 from rl_core.testing.comparisons import check_facts, check_logprobs, check_unchanged, section_of
-from rl_core.testing.outputs.models import scored
+from rl_core.testing.outputs.models import NanGradientLoss, scored
 from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, must_raise, optional, promise
 from rl_core.testing.reference import FIRST_BYTE, VOCABULARY, Llama, ReferenceModel, ReferenceTrainer, one_thread, transfer
 from rl_core.weights import fingerprint
@@ -473,19 +473,6 @@ class KitLoss(LossFunction):
         rows = (weighted.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() / global_valid_seqs
         metric = (mask * data["advantages"] * next_token_logprobs.detach()).sum() / global_valid_toks
         return -weighted.sum() / global_valid_toks - rows, {"weighted_logprobs": metric}
-
-
-class NanGradientLoss(LossFunction):
-    """A loss of 0 whose gradient is NaN in the first microbatch of each rank."""
-
-    def __init__(self, rows_per_unit: int) -> None:
-        self.rows_per_unit, self._is_first = rows_per_unit, True
-
-    def __call__(self, next_token_logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss, without metrics."""
-        is_first, self._is_first = self._is_first, False
-        mean = next_token_logprobs.mean()
-        return ((mean * 0.0).sqrt() if is_first else mean - mean.detach()), {}
 
 
 def make_rows(*, seed: int) -> BatchedDataDict[Any]:

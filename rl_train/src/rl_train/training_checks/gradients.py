@@ -11,6 +11,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.policy import LossFunction, Reduction, TrainableInterface, WeightSample
+from rl_core.testing.outputs.models import NanGradientLoss
 from rl_train.weight_sync.sender import STEPS
 
 NEGLIGIBLE = 1e-9
@@ -81,9 +82,6 @@ def check_accumulation(
     Raises:
         BrokenPromiseError: the model reports a step.
     """
-    # The rows in this module need Transformers, which a mistake in a config should not wait for.
-    from rl_core.testing.policies import NanGradientLoss
-
     try:
         norm = train(rows, NanGradientLoss(rows_per_unit), gbs=rows.size)["grad_norm"]
     except NonFiniteError:

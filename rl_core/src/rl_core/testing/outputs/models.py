@@ -21,6 +21,7 @@ from rl_core.data.generation_io import PROMPT_LOGPROBS, SETS, SampledSets, joine
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
+from rl_core.interfaces.policy import LossFunction
 from rl_core.plugins.manager import installed_plugins
 
 _GENERATED = tuple(
@@ -387,3 +388,16 @@ def _column_problem(batch: Mapping[str, Any], key: str, rows: int) -> str | None
         kind = f"{list(column.shape)} {str(column.dtype).removeprefix('torch.')} on {column.device.type}"
         return f"returned `{key}` as a tensor {kind}. It must be {spec.shape} {spec.dtype} on cpu."
     return None if len(column) == rows else f"returned {len(column)} rows of `{key}` for a call with {rows} rows."
+
+
+class NanGradientLoss(LossFunction):
+    """A loss of 0 whose gradient is NaN in the first microbatch of each rank."""
+
+    def __init__(self, rows_per_unit: int) -> None:
+        self.rows_per_unit, self._is_first = rows_per_unit, True
+
+    def __call__(self, next_token_logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss, without metrics."""
+        is_first, self._is_first = self._is_first, False
+        mean = next_token_logprobs.mean()
+        return ((mean * 0.0).sqrt() if is_first else mean - mean.detach()), {}
