@@ -104,6 +104,7 @@ _TABLE = (
     _tokens("comparison", "float32", "", "training checks", "1 where scores may be compared with training, 2 also the engine."),
     _rows("row_numbers", "int64", "", "training checks", "Number of the row, from 1; negative if it has no gradient."),
     _rows("rewards", "float32", "reward", "environments", "Reward from the environment, after the algorithm's shaping."),
+    _rows("baseline_rewards", "float32", "reward", "rollouts", "Reward of a greedy rollout of the row's prompt (ReMax)."),
     _rows("reward_parts", "list", "reward", "environments", "dict: named rewards; `rewards` is their weighted sum."),
     _rows("reward_weights", "list", "", "rollouts", "dict: weights of the named rewards that are not 1."),
     _rows("turn_rewards", "list", "reward", "rollouts", "list[float]: weighted reward of each turn of the rollout."),

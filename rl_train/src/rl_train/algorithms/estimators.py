@@ -32,6 +32,7 @@ __all__ = [
     "MaximumLikelihoodEstimator",
     "OptimalTokenBaselineEstimator",
     "PerRollout",
+    "ReMaxEstimator",
     "ReinforcePlusPlusEstimator",
     "TurnLevelEstimator",
     "are_equal",
@@ -206,6 +207,47 @@ _LEAST_ENERGY = 1e-12
 """Added to each energy, so that tokens of probability 1 have the mean as their baseline."""
 
 
+class ReMaxEstimator(AdvantageEstimator):
+    """Subtracts the reward of a greedy rollout of the prompt: ReMax, https://arxiv.org/abs/2310.10505, algorithm 1.
+
+    With r_i the reward of rollout i, b the reward of the greedy rollout of its prompt, and k_t the penalty of token t:
+
+        A_it = r_i - sum over s >= t of k_is - b
+
+    The baseline does not depend on the sampled tokens, so the gradient is unbiased for any number of samples per prompt, also
+    one. The greedy rollout has no penalties.
+
+    Raises:
+        UserError: the rollouts have no baseline, because they were recorded without one.
+    """
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
+        returns = batch["rewards"].unsqueeze(-1) - suffix_sums(token_penalties(batch))
+        values = (returns - self._baselines(batch).unsqueeze(-1)) * batch["token_mask"]
+        if "scored" in batch:
+            values = values * batch["scored"].unsqueeze(-1)
+        metrics = group_metrics(batch) | {  # all groups have the same number of rows
+            "advantage/equal_group_frac": float((~self.is_informative(batch)).double().mean()),
+            "reward/baseline": float(self._baselines(batch).mean()),
+        }
+        return Advantages(values=values, metrics=metrics)
+
+    def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """False for rows of groups whose rewards all equal that of the greedy rollout."""
+        rewards, baselines = batch["rewards"], self._baselines(batch)
+        differs = ~are_equal(torch.minimum(rewards, baselines), torch.maximum(rewards, baselines))
+        return per_group(differs.float(), batch["group_ids"], scored_R=batch.get("scored")).mean_R > 0
+
+    def _baselines(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        if "baseline_rewards" not in batch:
+            raise UserError(
+                "grpo.adv_estimator remax compares rewards with that of a greedy rollout of each prompt, which these rollouts "
+                "do not have. Replay a run with adv_estimator remax, or use another estimator."
+            )
+        baselines: torch.Tensor = batch["baseline_rewards"]
+        return baselines
+
+
 class DecoupledEstimator(AdvantageEstimator):
     """Compares several named rewards separately within the group: GDPO, https://arxiv.org/abs/2601.05242.
 
@@ -292,6 +334,8 @@ def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
             return MaximumLikelihoodEstimator()
         case "optimal_token_baseline":
             return OptimalTokenBaselineEstimator()
+        case "remax":
+            return ReMaxEstimator()
         case "gdpo":
             return DecoupledEstimator(
                 weights=config.reward_weights,

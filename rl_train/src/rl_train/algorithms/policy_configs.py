@@ -193,7 +193,7 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
             )
 
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo", "turn_level", "max_rl", "optimal_token_baseline")
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo", "turn_level", "max_rl", "optimal_token_baseline", "remax")
 
 
 class AdvantageConfig(Section):
@@ -203,8 +203,8 @@ class AdvantageConfig(Section):
     """Advantage estimator. `grpo`: relative to the group; `rloo`: relative to the other samples of the group, without
     normalization; `reinforce_plus_plus`: relative to the whole batch; `gdpo`: each named reward separately, then a weighted
     sum; `turn_level`: the discounted return of each turn, relative to the group; `max_rl`: relative to the group, divided by
-    its mean reward; `optimal_token_baseline`: relative to the group at each token; or the dotted path of an
-    `AdvantageEstimator`."""
+    its mean reward; `optimal_token_baseline`: relative to the group at each token; `remax`: relative to a greedy answer, which
+    is sampled and scored for each prompt in addition; or the dotted path of an `AdvantageEstimator`."""
     normalize_rewards: bool | None = None
     """Whether to divide the centered rewards of a group by their standard deviation. By default, `grpo`, `gdpo` and
     `turn_level` do and `rloo` does not."""
@@ -266,8 +266,8 @@ class AdvantageConfig(Section):
 class GRPOConfig(PolicyGradientConfig):
     """Group-relative policy optimization (GRPO)."""
 
-    num_generations_per_prompt: int = Field(default=8, ge=2)
-    """G, number of samples per prompt."""
+    num_generations_per_prompt: int = Field(default=8, ge=1)
+    """G, number of samples per prompt; at least 2, or 1 with `adv_estimator: {name: remax}`."""
     adv_estimator: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How advantages are computed from rewards."""
     use_dynamic_sampling: bool = False
@@ -290,7 +290,7 @@ class GRPOConfig(PolicyGradientConfig):
         needs = super().runtime_needs
         assert needs.rollouts is not None
         rollouts = replace(needs.rollouts, accepts_segments=True, selects_groups=self.use_dynamic_sampling)
-        return replace(needs, rollouts=rollouts)
+        return replace(needs, rollouts=replace(rollouts, greedy_baseline=self.adv_estimator.name == "remax"))
 
     @model_validator(mode="after")
     def _check_dynamic_sampling(self) -> GRPOConfig:
@@ -317,6 +317,15 @@ class GRPOConfig(PolicyGradientConfig):
                 "adv_estimator gdpo divides each named reward by its standard deviation in the group, so the size of the "
                 f"penalty would have no effect. Leave it at {default:g} and set adv_estimator.reward_weights: {{overlong: "
                 f"...}} instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_have_a_baseline(self) -> GRPOConfig:
+        if self.adv_estimator.name == "remax" and self.reward_shaping.enabled:
+            raise ValueError(
+                "reward_shaping penalizes long answers, but adv_estimator remax compares rewards with that of a greedy answer, "
+                "which is not penalized. Remove reward_shaping, or use another estimator"
             )
         return self
 
@@ -350,6 +359,12 @@ class GRPOConfig(PolicyGradientConfig):
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         yield from super().conflicts(run)
         loss = run.loss_fn
+        if self.num_generations_per_prompt == 1 and self.adv_estimator.name != "remax":
+            yield (
+                (run.algorithm_name, "num_generations_per_prompt"),
+                f"adv_estimator {self.adv_estimator.name} compares the samples of a prompt with each other, so it needs at "
+                "least 2. Set more, or use adv_estimator remax, which compares each sample with a greedy answer.",
+            )
         if self.max_num_epochs is not None and self.use_dynamic_sampling:
             yield (
                 (run.algorithm_name, "max_num_epochs"),

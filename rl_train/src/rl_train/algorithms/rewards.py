@@ -63,6 +63,8 @@ class RewardShaping:
             outside = (rewards < self._scaling.source_min) | (rewards > self._scaling.source_max)
             metrics["reward/clipped_frac"] = float(outside.float().mean())
             rewards = scale_rewards(rewards, self._scaling)
+            if "baseline_rewards" in batch:
+                batch["baseline_rewards"] = scale_rewards(batch["baseline_rewards"], self._scaling)
         if self._shaping.enabled:
             length_penalty = overlong_penalty(
                 batch["token_mask"].sum(-1),

@@ -294,6 +294,7 @@ def _scheduled_source(
         min_scored=config.rollout.min_scored_of(needs.samples_per_prompt),
         max_failed_share=config.rollout.max_failed_share,
         sampled=loaders.sampled,
+        greedy_baseline=needs.greedy_baseline,
     )
 
 

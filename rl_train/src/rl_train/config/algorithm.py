@@ -49,6 +49,10 @@ class RolloutNeeds:
     selects_groups: bool = False
     """Whether it passes a selection to `RolloutSource.take`, so that the prompts of a step depend on their rewards."""
 
+    greedy_baseline: bool = False
+    """Whether each prompt also has a greedy rollout, which is scored and not trained on. Its reward is `baseline_rewards` of
+    the rows of the prompt."""
+
     def __post_init__(self) -> None:
         _at_least_one(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.samples_per_prompt)
         if not 0.0 <= self.sampled_fraction <= 1.0:

@@ -146,7 +146,8 @@ def _sampling(
     """Seconds of sampling and of a refit."""
     engine = engine_time(run, registry, gpu, section, longest)
     replicas = replicas_of(run, section, processes=engine.processes)
-    prompts, each = -(-rollouts.prompts_per_draw // replicas), rollouts.samples_per_prompt
+    prompts = -(-rollouts.prompts_per_draw // replicas)
+    each = rollouts.samples_per_prompt + rollouts.greedy_baseline
     lengths = {"prompt": longest_prompt(run), "completion": section.max_new_tokens}
     found = {"rollout": rollouts.sampled_fraction * engine.seconds(rows=prompts * each, prompts=prompts, **lengths)}
     if run.cluster.backend == "ray" or not memory_planner(registry, "policy", run.policy).is_shared:

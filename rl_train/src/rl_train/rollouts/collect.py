@@ -31,6 +31,7 @@ from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
 from rl_train.rollouts.engines import BatchSampler, RolloutSampler, RowSampler, SampledTurn, TurnRequest, TurnSampler
 from rl_train.rollouts.environment_pool import RolloutTimeoutError, StepFailedError
 from rl_train.rollouts.sessions import Session, StepQueue
+from rl_train.rollouts.source import is_baseline
 from rl_train.rollouts.trajectory import SampleStream, Trajectory
 from rl_train.tools.parsers import ToolCallParser
 from rl_train.weight_sync.canary import RowStreaming
@@ -320,7 +321,7 @@ class Collector:
         Args:
             trajectories: rollouts with only their prompts.
             stream: training or validation; part of the seeds, together with prompt ordinal, sample and turn.
-            greedy: use greedy decoding.
+            greedy: use greedy decoding for all rollouts; otherwise only for baselines.
         """
         self.generation.prepare_for_generation()
         self.loop.run(self.play(trajectories, stream=stream, greedy=greedy), meanwhile=self.generation.await_weights)
@@ -369,9 +370,13 @@ class Collector:
         for row in trajectories:
             row.reward_weights = self.reward_weights.get(row.task_name, {})
         with_sets = self.with_sets and stream is SampleStream.TRAINING
-        sampler = self._sampler(len(trajectories), greedy, with_sets=with_sets)
+        greedily = [greedy or is_baseline(row) for row in trajectories]
+        samplers = {
+            how: self._sampler(greedily.count(how), how, with_sets=with_sets and not how) for how in sorted(set(greedily))
+        }
 
         async def play(position: int, row: Trajectory) -> None:
+            sampler = samplers[greedily[position]]
             driver = self.drivers.get(row.task_name, self._driver)
             name = f"{stream.name.lower()} prompt {row.ordinal}, sample {row.sample}, task {row.task_name}"
             try:

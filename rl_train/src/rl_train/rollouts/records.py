@@ -76,6 +76,7 @@ def rollout_records(
                 "segments": [_segment_record(each) for each in segments] if len(segments) > 1 else None,
                 "sequence": _segment_record(log) if len(segments) == 1 and log[first + 1 :] else None,
                 "reward": trajectory.reward,
+                "baseline_reward": trajectory.baseline_reward,
                 "reward_parts": trajectory.reward_parts,
                 "turn_rewards": trajectory.turn_rewards,
                 "scored": trajectory.scored,
@@ -131,7 +132,13 @@ def recorded_rollout(record: Mapping[str, Any], reward_weights: Mapping[str, flo
     same = ("index", "ordinal", "sample", "loss_multiplier", "reward", "reward_parts", "turn_rewards", "scored", "failure")
     fields = {name: record[renamed.get(name, name)] for name in (*renamed, *same, "truncated", "turns", "answer")}
     return Trajectory(
-        message_log=logs[-1], earlier_segments=logs[:-1], metadata=None, reward_weights=reward_weights, done=True, **fields
+        message_log=logs[-1],
+        earlier_segments=logs[:-1],
+        metadata=None,
+        reward_weights=reward_weights,
+        baseline_reward=record.get("baseline_reward"),
+        done=True,
+        **fields,
     )
 
 

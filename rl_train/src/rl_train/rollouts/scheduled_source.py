@@ -19,13 +19,21 @@ from rl_train.rollouts.records import (
     SavedGroup,
     environment_metrics,
     environment_times,
+    equal_groups_frac,
     failure_metrics,
     load_groups,
     save_groups,
     summarize,
 )
 from rl_train.rollouts.schedule import DeliveredVersions, Schedule, refuse_other_versions, staleness_metrics
-from rl_train.rollouts.source import Rollouts, RolloutSource, Selection, start_rollouts
+from rl_train.rollouts.source import (
+    Rollouts,
+    RolloutSource,
+    Selection,
+    compared_samples,
+    is_baseline,
+    start_rollouts,
+)
 from rl_train.rollouts.trajectory import SampleStream, Trajectory, to_batch
 
 _log = logging.getLogger("rlcore")
@@ -50,6 +58,7 @@ class ScheduledSource(RolloutSource):
         min_scored: number of scored rows that a group needs.
         max_failed_share: see `rl_train.rollouts.environment_pool.FailureLimit`.
         sampled: chooses among the prompts; None for their own order.
+        greedy_baseline: whether each group also has a greedy rollout, see `RolloutNeeds`. It must be scored as well.
     """
 
     def __init__(
@@ -65,11 +74,14 @@ class ScheduledSource(RolloutSource):
         min_scored: int = 1,
         max_failed_share: float = 0.1,
         sampled: SampledPrompts | None = None,
+        greedy_baseline: bool = False,
     ) -> None:
         self._collector = collector
         self._prompts, self._sampled = prompts, sampled
         self._schedule = schedule
-        self._group_size, self._min_scored = group_size, min_scored
+        self._samples, self._has_baseline, self._min_scored = group_size, greedy_baseline, min_scored
+        self._group_size = group_size + greedy_baseline
+        """Number of rows of a group, with its baseline."""
         self._failures = FailureLimit(max_failed_share)
         self._weights = RewardWeightCheck(reward_names or {})
         self._versions = DeliveredVersions(schedule.max_staleness, weight_version)
@@ -173,7 +185,7 @@ class ScheduledSource(RolloutSource):
     def _start(self, ordinals: list[int], prompts: BatchedDataLoader | SampledPrompts) -> None:
         if not ordinals:
             return
-        rows = start_rollouts(prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
+        rows = self._new_rows(prompts, ordinals)
         version = self._weight_version() if self._schedule.exact else None
         for position, ordinal in enumerate(ordinals):
             self._schedule.begin(ordinal)
@@ -181,6 +193,10 @@ class ScheduledSource(RolloutSource):
             if version is not None:
                 self._began_with[ordinal] = version
         self._play(ordinals)
+
+    def _new_rows(self, prompts: BatchedDataLoader | SampledPrompts, ordinals: list[int]) -> list[Trajectory]:
+        records = prompts.rows_of(ordinals)
+        return start_rollouts(records, self._samples, ordinals=ordinals, with_baseline=self._has_baseline)
 
     def _play(self, ordinals: list[int]) -> None:
         """Sample the rows of these groups that are not finished."""
@@ -230,12 +246,14 @@ class ScheduledSource(RolloutSource):
         if is_first and len(ordinals) > 1:
             refuse_total_failure(rows)
         for ordinal in ordinals:
+            samples = compared_samples(self._rows[ordinal])
             if self._sampled is not None:
-                self._sampled.record(ordinal, [row.reward for row in self._rows[ordinal] if row.scored and row.reward_parts])
-            if sum(row.scored for row in self._rows[ordinal]) < self._min_scored:
+                self._sampled.record(ordinal, [row.reward for row in samples if row.scored and row.reward_parts])
+            without_baseline = any(is_baseline(row) and not row.scored for row in self._rows[ordinal])
+            if without_baseline or sum(row.scored for row in samples) < self._min_scored:
                 self._schedule.drop(ordinal)
                 self._replaced += self._rows.pop(ordinal)
-            elif self._selection is None or self._selection.keep(self._rows[ordinal]):
+            elif self._selection is None or self._selection.keep(samples):
                 self._schedule.end(ordinal)
             else:
                 self._schedule.drop(ordinal)
@@ -255,12 +273,15 @@ class ScheduledSource(RolloutSource):
         for i, row in enumerate(trajectories):
             row.group_id = i // self._group_size
         replaced, self._replaced = self._replaced, []
-        sampled = trajectories + others
+        played = trajectories + others
+        trajectories, sampled = compared_samples(trajectories), compared_samples(played)
         self._weights.check(sampled)
         batch = to_batch(trajectories)
-        metrics = summarize(sampled) | environment_times(sampled + replaced)
+        metrics = summarize(sampled) | environment_times(played + replaced)
+        if self._has_baseline and (equal := equal_groups_frac(played)) is not None:
+            metrics["reward/equal_groups_frac"] = equal
         metrics |= environment_metrics(sampled, self._collector.environments)
-        metrics |= failure_metrics(sampled + replaced, replaced_groups=len(replaced) // self._group_size)
+        metrics |= failure_metrics(played + replaced, replaced_groups=len(replaced) // self._group_size)
         metrics |= self._versions.staleness(batch, step) | counts
         if self._sampled is not None:
             metrics |= self._sampled.metrics()
@@ -338,14 +359,15 @@ class ScheduledSource(RolloutSource):
         if len(group.rows) == self._group_size:
             return group.rows
         prompts = self._prompts if self._sampled is None else self._sampled
-        rows = start_rollouts(prompts.rows_of([group.ordinal]), self._group_size, ordinals=[group.ordinal])
+        rows = self._new_rows(prompts, [group.ordinal])
         for row in group.rows:
             rows[row.sample] = row
         return rows
 
     @property
     def _limits(self) -> dict[str, Any]:
-        return {**self._schedule.limits(), "group_size": self._group_size}
+        baseline = {"greedy_baseline": True} if self._has_baseline else {}
+        return {**self._schedule.limits(), "group_size": self._group_size, **baseline}
 
     def close(self) -> None:
         self._collector.loop.close()

@@ -93,15 +93,19 @@ class RolloutSource(ABC):
         return None
 
 
-def start_rollouts(prompts: Sequence[DatumSpec], group_size: int, *, ordinals: Sequence[int] | None = None) -> list[Trajectory]:
+def start_rollouts(
+    prompts: Sequence[DatumSpec], group_size: int, *, ordinals: Sequence[int] | None = None, with_baseline: bool = False
+) -> list[Trajectory]:
     """G rollouts of each prompt, where the G rows of a prompt are consecutive; the group is the position of the prompt.
 
     Args:
         prompts: P prompts.
         group_size: G.
         ordinals: P ordinals, see `rl_train.rollouts.trajectory.rollout_seed`; 0 to P - 1 by default.
+        with_baseline: whether another row follows the G rows of each prompt, see `is_baseline`.
     """
     numbers = range(len(prompts)) if ordinals is None else ordinals
+    samples = [*range(group_size), *([-1] if with_baseline else [])]
     return [
         Trajectory(
             message_log=[{**message} for message in prompt["message_log"]],
@@ -117,8 +121,22 @@ def start_rollouts(prompts: Sequence[DatumSpec], group_size: int, *, ordinals: S
             prefill=prompt.get("prefill", ""),
         )
         for group, (prompt, ordinal) in enumerate(zip(prompts, numbers, strict=True))
-        for sample in range(group_size)
+        for sample in samples
     ]
+
+
+def is_baseline(rollout: Trajectory) -> bool:
+    """Whether it is decoded greedily, only to compare its reward with those of the samples of its prompt."""
+    return rollout.sample < 0
+
+
+def compared_samples(rollouts: Sequence[Trajectory]) -> list[Trajectory]:
+    """The samples of finished groups, which now have the rewards of the baselines of their groups, if there are any."""
+    baselines = {row.ordinal: row.reward for row in rollouts if is_baseline(row)}
+    samples = [row for row in rollouts if not is_baseline(row)]
+    for row in samples:
+        row.baseline_reward = baselines.get(row.ordinal)
+    return samples
 
 
 class ReplaySource(RolloutSource):

@@ -1,11 +1,9 @@
 """A rollout that grows turn by turn, finished rollouts as rows of a batch, and the seeds of their samples.
 
-A rollout has one or more segments. A segment is a sequence of tokens that the model has read and sampled. A new one starts when
-the history is rewritten, because the tokens before the next turn are then no longer those of the earlier turns.
+A rollout has one or more segments: sequences of tokens that the model has read and sampled. Rewriting the history starts one.
 
 Rewards, baselines and statistics belong to rollouts; models compute segments. `to_batch` has a row for each segment,
-`join_segments` a row for each rollout with the tokens of its segments one after the other, and `split_segments` goes back. If
-each rollout has one segment, both return their argument.
+`join_segments` one for each rollout, `split_segments` goes back. If each rollout has one segment, both return their argument.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class Trajectory:
     ordinal: int
     """The prompt's number in the endless order of draws, from 0; see `rl_train.rollouts.trajectory`."""
     sample: int
-    """Index of the sample in its group."""
+    """Index of the sample in its group; -1 for the greedy rollout whose reward is the baseline of the group."""
     loss_multiplier: float = 1.0
     """0 excludes the row from the loss."""
     stop_strings: list[str] | None = None
@@ -76,6 +74,8 @@ class Trajectory:
     """Rewards by name, for each turn that was scored."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of named rewards that are not 1."""
+    baseline_reward: float | None = None
+    """Reward of the greedy rollout of the same prompt; None if there is none."""
     scored: bool = True
     """Whether the environment could score every turn; otherwise the row counts neither in statistics nor in the loss."""
     failure: str | None = None
@@ -255,6 +255,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
 
     versions = repeated([message.get("weight_version", -1) for message in messages], torch.int64)
     images = {"images": list(map(images_of, logs))} if any("images" in message for message in messages) else {}
+    baselines = [rollout.baseline_reward for rollout in of_row]
     return BatchedDataDict(
         {
             "input_ids": padded("input_ids", log_token_ids(messages)),
@@ -277,6 +278,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             **{key: [getattr(rollout, name) for rollout in of_row] for key, name in _COLUMNS.items()},
             **_sampled_sets(logs),
             **images,
+            **({} if None in baselines else {"baseline_rewards": torch.tensor(baselines, dtype=torch.float32)}),
         }
     )
 
