@@ -95,6 +95,10 @@ VARIANTS = {
         "loss_fn": {"disable_ppo_ratio": True},
         "grpo": {"adv_estimator": {"name": "optimal_token_baseline"}},
     },
+    "remax": {
+        "loss_fn": {"disable_ppo_ratio": True},
+        "grpo": {"num_prompts_per_step": 256, "num_generations_per_prompt": 1, "adv_estimator": {"name": "remax"}},
+    },
     "rloo": {"loss_fn": {"disable_ppo_ratio": True}, "grpo": {"adv_estimator": {"name": "rloo"}}},
     "reinforce++": {
         "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": "k1"},

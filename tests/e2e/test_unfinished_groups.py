@@ -49,13 +49,13 @@ class Sums(EnvironmentInterface):
 
     def name(self, metadata):
         _, _, ordinal, sample, _ = metadata["session_id"].split("-")
-        return int(ordinal), int(sample)
+        return int(ordinal), -1 if sample == "greedy" else int(sample)
 
 
 class Process:
     """A source with its engine and environment, as each process of a run has them."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, greedy_baseline):
         self.engine, self.environment = HuggingFaceGeneration(str(MODEL), max_new_tokens=6, torch_dtype="float32"), Sums()
         self.collector = Collector(
             generation=self.engine,
@@ -80,6 +80,7 @@ class Process:
             demand=PROMPTS,
             max_staleness=2,
             ahead=2,
+            greedy_baseline=greedy_baseline,
         )
 
     def run_until(self, finished):
@@ -97,24 +98,25 @@ class Process:
 
 
 def trained_rows(trained):
-    """By ordinal and sample: tokens, turns, reward and log-probabilities."""
+    """By ordinal and sample: tokens, turns, rewards and log-probabilities."""
     rows = {}
     for row in trained:
         batch = to_batch([row])
         tokens, logprobs = batch["input_ids"][0].tolist(), batch["generation_logprobs"][0]
-        rows[name_of(row)] = ((tokens, row.turns, row.reward, row.turn_rewards), logprobs)
+        rows[name_of(row)] = ((tokens, row.turns, row.reward, row.turn_rewards, row.baseline_reward), logprobs)
     return rows
 
 
-def test_a_run_that_is_killed_within_groups_trains_the_samples_of_one_that_is_not(tmp_path):
+@pytest.mark.parametrize("greedy_baseline", [False, True])
+def test_a_run_that_is_killed_within_groups_trains_the_samples_of_one_that_is_not(tmp_path, greedy_baseline):
     """The weights do not change, and in float32 the engine samples the same tokens whichever rows it computes together."""
     tokenizer = load_tokenizer(MODEL)
-    process, whole = Process(tokenizer), []
+    process, whole = Process(tokenizer, greedy_baseline), []
     for step in range(1, STEPS + 1):
         whole += process.source.take(step, PROMPTS).trajectories
     process.end()
 
-    process, parts, saved, partial = Process(tokenizer), [], {}, 0
+    process, parts, saved, partial = Process(tokenizer, greedy_baseline), [], {}, 0
     for step in range(1, STEPS + 1):
         parts += process.source.take(step, PROMPTS).trajectories
         process.run_until(5)
@@ -127,7 +129,7 @@ def test_a_run_that_is_killed_within_groups_trains_the_samples_of_one_that_is_no
         groups = load_groups(folder, process.source._limits)
         partial += sum(0 < len(group.rows) < GROUP for group in groups)
         saved = {name_of(row): row for group in groups for row in group.rows}
-        process = Process(tokenizer)
+        process = Process(tokenizer, greedy_baseline)
         process.source.load_state_dict(json.loads(state))
         process.source.load_files(folder)
     process.end()

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ComponentImportError, UserError, WrongKindError
 from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
 from rl_train.algorithms.policy_configs import AdvantageConfig, GRPOConfig
+from rl_train.algorithms.rewards import RewardShaping
 
 
 def batch_of(rewards, groups, *, parts=None, mask=None, kept=None, penalties=None):
@@ -343,7 +345,7 @@ def test_the_energy_of_a_token_without_the_other_probabilities_is_within_a_facto
         assert (1 - p) ** 2 * (1 - 1e-9) <= energy <= 2 * (1 - p) ** 2 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["max_rl", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["max_rl", "optimal_token_baseline", "remax"])
 def test_estimators_without_settings_refuse_those_of_others(name):
     with pytest.raises(ValidationError, match="does not use normalize_rewards"):
         AdvantageConfig(name=name, normalize_rewards=True)
@@ -354,3 +356,64 @@ def test_estimators_without_settings_refuse_those_of_others(name):
 def test_max_rl_refuses_penalties_that_make_rewards_negative():
     with pytest.raises(ValidationError, match="max_rl divides by the mean reward"):
         GRPOConfig(adv_estimator={"name": "max_rl"}, reward_shaping={"enabled": True})
+
+
+def with_baselines(batch, baselines):
+    return BatchedDataDict({**batch, "baseline_rewards": torch.tensor(baselines, dtype=torch.float32)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, baselines=st.lists(st.floats(-5, 5, width=16), min_size=4, max_size=4))
+def test_remax_equals_the_formula_of_the_paper_at_every_token(rows, baselines):
+    of_rows = [baselines[group] for _, _, group, *_ in rows]
+    batch = with_baselines(drawn(rows), of_rows)
+    batch["scored"] = torch.tensor([kept for *_, kept in rows])
+    found = estimate(batch, name="remax")
+    for b, (first, second, *_, kept) in enumerate(rows):
+        for t in range(3):
+            to_go = first + second - sum(float(batch["token_penalties"][b, s]) for s in range(t, 3))
+            expected = (to_go - of_rows[b]) * float(batch["token_mask"][b, t]) * kept
+            # float32 sums of numbers up to 15.
+            assert float(found[b, t]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_expected_gradient_of_remax_is_that_of_the_reward_for_any_number_of_samples(size, p):
+    # One token, two actions of probability p and 1 - p with rewards 1.5 and 0.25; theta is the difference of their logits, and
+    # d log p / d theta is 1 - p of the first action and -p of the second. The greedy action is the more likely one.
+    rewards, scores = (1.5, 0.25), (1 - p, -p)
+    baseline, gradient = rewards[0] if p >= 0.5 else rewards[1], 0.0
+    for actions in itertools.product((0, 1), repeat=size):
+        batch = batch_of([rewards[a] for a in actions], [0] * size, mask=[[1.0]] * size)
+        advantages = estimate(with_baselines(batch, [baseline] * size), name="remax")[:, 0].tolist()
+        probability = math.prod(p if a == 0 else 1 - p for a in actions)
+        gradient += probability * sum(value * scores[a] for value, a in zip(advantages, actions, strict=True)) / size
+    # The reward is 1.5 p + 0.25 (1 - p), and dp / dtheta = p (1 - p).
+    assert gradient == pytest.approx(1.25 * p * (1 - p), rel=1e-5)
+
+
+def test_remax_learns_from_groups_whose_rewards_are_equal_but_differ_from_the_greedy_one():
+    batch = with_baselines(batch_of([1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2]), [0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    estimator = make_estimator(AdvantageConfig(name="remax"))
+    found = estimator(batch)
+    assert found.values[:, 0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, -1.0]
+    assert estimator.is_informative(batch).tolist() == [True, True, False, False, True, True]
+    assert found.metrics["advantage/equal_group_frac"] == pytest.approx(1 / 3)
+    assert found.metrics["advantage/baseline"] == pytest.approx(1 / 3)
+
+
+def test_the_reward_of_the_greedy_rollout_is_scaled_like_the_others():
+    scaled = {"enabled": True, "source_max": 4.0, "target_min": -1.0, "target_max": 1.0}
+    config = GRPOConfig(adv_estimator={"name": "remax"}, reward_scaling=scaled)
+    batch = with_baselines(batch_of([4.0, 0.0], [0, 0]), [2.0, 2.0])
+    RewardShaping(config, SimpleNamespace(policy=SimpleNamespace(generation=None)))(batch)
+    assert batch["baseline_rewards"].tolist() == [0.0, 0.0]
+    assert estimate(batch, name="remax")[:, 0].tolist() == [1.0, -1.0]
+
+
+def test_remax_refuses_rollouts_without_a_greedy_one_and_penalties_that_it_does_not_have():
+    with pytest.raises(UserError, match=r"greedy rollout of each prompt, which these rollouts do not have\. Replay a run"):
+        estimate(batch_of([1.0], [0]), name="remax")
+    with pytest.raises(ValidationError, match="a greedy answer, which is not penalized"):
+        GRPOConfig(adv_estimator={"name": "remax"}, reward_shaping={"enabled": True})

@@ -33,6 +33,14 @@ def test_max_rl_refuses_a_kl_penalty_in_the_reward_at_its_line(files, good):
     assert error.startswith("config.yaml:1:63: loss_fn.use_kl_in_reward: adv_estimator max_rl divides by the mean reward")
 
 
+def test_one_sample_per_prompt_needs_a_baseline_that_is_not_another_sample(files, good):
+    one = good.replace("num_prompts_per_step: 8", "num_generations_per_prompt: 1")
+    [error] = files.errors(one)
+    assert "grpo.num_generations_per_prompt: adv_estimator grpo compares the samples of a prompt with each other" in error
+    assert "use adv_estimator remax" in error
+    files.load(one.replace("prompt: 1", "prompt: 1\n  adv_estimator: {name: remax}"))
+
+
 @pytest.mark.parametrize("loss", ["dppo", "sapo", "kl_cov"])
 def test_algorithms_without_rewards_refuse_every_policy_gradient_loss(files, good, loss):
     pairs = good.replace("grpo:", "dpo:").replace("num_prompts_per_step: 8", "global_batch_size: 8")

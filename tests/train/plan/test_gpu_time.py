@@ -143,6 +143,12 @@ def test_sampling_ends_with_the_longest_completion(model, registry):
     assert shorter < half < everything < 1.4 * half
 
 
+def test_the_greedy_rollout_of_remax_is_sampled_like_another_sample_of_the_prompt(model, registry):
+    config = grpo(model)
+    config["grpo"] |= {"num_generations_per_prompt": 7, "adv_estimator": {"name": "remax"}}
+    assert plan(config, registry).phases["rollout"] == plan(grpo(model), registry).phases["rollout"]
+
+
 def test_a_larger_completion_never_takes_less_time(model, registry):
     times = [plan(grpo(model), registry, prompt=512, completion=tokens).seconds for tokens in (1, 16, 128, 512, 1000, 1024)]
     assert None not in times

@@ -84,7 +84,7 @@ def loader():
     return BatchedDataLoader(datums, batch_size=PROMPTS, seed=5, collate=list)
 
 
-def source_of(collector, k, ahead, *, sampler=None):
+def source_of(collector, k, ahead, *, sampler=None, greedy_baseline=False):
     prompts = loader()
     sampled = None
     if sampler is not None:
@@ -99,6 +99,7 @@ def source_of(collector, k, ahead, *, sampler=None):
         ahead=ahead,
         max_failed_share=1.0,
         sampled=sampled,
+        greedy_baseline=greedy_baseline,
     )
 
 
@@ -165,7 +166,7 @@ class Run:
 
 
 def check(run):
-    """Every group is trained once and whole, and failed rows stay failed."""
+    """Every group is trained once and whole with its baseline, and failed rows stay failed."""
     rows = [row for step in run.trained.values() for row in step]
     names = [name_of(row) for row in rows]
     assert len(set(names)) == len(names)
@@ -173,6 +174,7 @@ def check(run):
     assert set(names) == set(itertools.product(ordinals, range(GROUP)))
     assert all((row.failure is not None) == (name_of(row) in run.failing) for row in rows)
     assert all(row.metadata == {"answer": row.index} for row in rows)
+    assert {row.baseline_reward for row in rows} == {-1.0 if run.options.get("greedy_baseline") else None}
     return ordinals
 
 
@@ -183,6 +185,8 @@ CASES = {
     "delays": st.lists(st.integers(0, 60), min_size=1, max_size=12),
     "after_steps": st.lists(st.tuples(st.integers(NEVER, KILL), st.integers(0, 80)), min_size=3, max_size=12),
     "failing": st.sets(st.one_of(st.integers(0, 15), st.tuples(st.integers(0, 15), st.integers(0, GROUP - 1))), max_size=6),
+    "failing_baselines": st.sets(st.integers(0, 15), max_size=3),
+    "greedy_baseline": st.booleans(),
     "dull": st.sets(st.integers(0, 15), max_size=4),
     "oversampling": st.sampled_from([1.0, 1.5]),
     "sampler": st.sampled_from([None, "pass_rate_band"]),
@@ -192,13 +196,16 @@ CASES = {
 @settings(max_examples=50, deadline=None)
 @given(**CASES)
 def test_each_rollout_is_trained_once_and_no_saved_one_is_sampled_again_however_often_a_run_is_killed(
-    k, ahead, delays, after_steps, failing, dull, oversampling, sampler
+    k, ahead, delays, after_steps, failing, failing_baselines, greedy_baseline, dull, oversampling, sampler
 ):
+    without_baseline = failing_baselines if greedy_baseline else set()
+    failing |= {(ordinal, -1) for ordinal in without_baseline}
     select = Selection(keep=lambda group: group[0].ordinal not in dull, max_groups=1000, oversampling=oversampling, advice="")
     selection = select if dull or oversampling > 1 else None
     plan, number = iter(after_steps), 0
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), delays, failing, selection, k=k, ahead=min(ahead, k), sampler=sampler)
+        options = {"k": k, "ahead": min(ahead, k), "sampler": sampler, "greedy_baseline": greedy_baseline}
+        run = Run(Path(folder), delays, failing, selection, **options)
         while number < STEPS:
             action, pause = next(plan, (NEVER, 0))
             run.step(number := number + 1, pause)
@@ -208,8 +215,9 @@ def test_each_rollout_is_trained_once_and_no_saved_one_is_sampled_again_however_
                 number = run.kill_and_resume()
         run.end()
     trained = check(run)
+    assert not trained & without_baseline, "a group without the reward of its greedy rollout was trained"
     if oversampling == 1:
-        lost = {ordinal for ordinal in failing if isinstance(ordinal, int)} | dull
+        lost = {ordinal for ordinal in failing if isinstance(ordinal, int)} | dull | without_baseline
         alive = set(run.source.state_dict()["again"])
         assert trained | alive | lost >= set(range(max(trained) + 1)), "a prompt was lost"
 

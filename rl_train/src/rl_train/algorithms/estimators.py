@@ -228,7 +228,7 @@ class ReMaxEstimator(AdvantageEstimator):
             values = values * batch["scored"].unsqueeze(-1)
         metrics = group_metrics(batch) | {  # all groups have the same number of rows
             "advantage/equal_group_frac": float((~self.is_informative(batch)).double().mean()),
-            "reward/baseline": float(self._baselines(batch).mean()),
+            "advantage/baseline": float(self._baselines(batch).mean()),
         }
         return Advantages(values=values, metrics=metrics)
 

@@ -378,7 +378,8 @@ class Collector:
         async def play(position: int, row: Trajectory) -> None:
             sampler = samplers[greedily[position]]
             driver = self.drivers.get(row.task_name, self._driver)
-            name = f"{stream.name.lower()} prompt {row.ordinal}, sample {row.sample}, task {row.task_name}"
+            which = "greedy rollout" if is_baseline(row) else f"sample {row.sample}"
+            name = f"{stream.name.lower()} prompt {row.ordinal}, {which}, task {row.task_name}"
             try:
                 with self.activities.follow(name, driver=type(driver).__name__) as activity, self.activities.listed_in_errors():
                     engine = RolloutSampler(

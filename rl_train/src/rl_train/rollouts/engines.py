@@ -251,7 +251,7 @@ class RolloutSampler:
     @property
     def name(self) -> str:
         """Identifies the rollout within a step."""
-        return f"{self._stream.name.lower()}-{self._ordinal}-{self._sample}"
+        return f"{self._stream.name.lower()}-{self._ordinal}-{'greedy' if self._sample < 0 else self._sample}"
 
     def restarted(self) -> RolloutSampler:
         """The engine for the same rollout from its first turn, with the same seeds."""
