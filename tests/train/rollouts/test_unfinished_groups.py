@@ -84,7 +84,7 @@ def loader():
     return BatchedDataLoader(datums, batch_size=PROMPTS, seed=5, collate=list)
 
 
-def source_of(collector, k, ahead, *, sampler=None, greedy_baseline=False):
+def source_of(collector, k, ahead, *, sampler=None, group_size=GROUP, greedy_baseline=False):
     prompts = loader()
     sampled = None
     if sampler is not None:
@@ -93,7 +93,7 @@ def source_of(collector, k, ahead, *, sampler=None, greedy_baseline=False):
         collector,
         prompts,
         weight_version=lambda: collector.generation.version,
-        group_size=GROUP,
+        group_size=group_size,
         demand=PROMPTS,
         max_staleness=k,
         ahead=ahead,
@@ -263,6 +263,20 @@ def test_unfinished_groups_begin_again_if_the_config_has_changed(tmp_path, caplo
     run.end()
     assert {process_of(row) for row in run.trained[number + 1]} == {2}
     assert saved.keys() <= set(run.collector.played)
+
+
+def test_finished_groups_are_sampled_again_if_one_of_their_rows_becomes_a_greedy_one(tmp_path):
+    run = started(tmp_path, rest=(0, 0, 0))
+    number, state, folder, saved = run.checkpoint
+    run.end()
+    run.options |= {"group_size": GROUP - 1, "greedy_baseline": True}
+    run.start()
+    run.source.load_state_dict(json.loads(state))
+    run.source.load_files(folder, config_changed=True)
+    run.step(number + 1, pause=0)
+    run.end()
+    assert {row.baseline_reward for row in run.trained[number + 1]} == {-1.0}
+    assert {ordinal for ordinal, _ in saved} & {ordinal for ordinal, _ in run.collector.played}
 
 
 def test_a_checkpoint_written_before_rows_were_marked_as_finished_is_restored(tmp_path):

@@ -23,8 +23,8 @@ METRICS: Final = {
     "tokens/trained tokens/all tokens/skipped tokens_per_s tflops_per_s mfu time/*_s memory/*_gib data/bad_rows "
     "data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
     "rollouts": "reward/mean reward/std reward/group_std reward/shaped reward/overlong reward/clipped_frac "
-    "reward/equal_groups_frac advantage/equal_group_frac advantage/baseline advantage/mean advantage/std advantage/clipped_frac "
-    "dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
+    "reward/equal_groups_frac advantage/equal_group_frac advantage/mean advantage/std advantage/clipped_frac "
+    "advantage/baseline dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
     "rollout/failed_rows rollout/repeated_steps rollout/restarted rollout/replaced_groups rollout/turns rollout/rows "
     "rollout/in_flight rollout/ready rollout/wait_s rollout/mixed_version_frac rollout/segments rollout/sampled "
     "rollout/ending_s trainer/idle_frac engine/idle_frac length/mean length/max length/truncated_frac ratio/mean ratio/min "
