@@ -24,14 +24,14 @@ METRICS: Final = {
     "data/unknown_token_frac data/dropped_rows control/lr_factor kl/penalty_weight",
     "rollouts": "reward/mean reward/std reward/group_std reward/shaped reward/overlong reward/clipped_frac "
     "reward/equal_groups_frac advantage/equal_group_frac advantage/mean advantage/std advantage/clipped_frac "
-    "advantage/baseline dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
+    "dynamic_sampling/dropped_groups dynamic_sampling/surplus_groups dynamic_sampling/missing_groups rollout/unscored_frac "
     "rollout/failed_rows rollout/repeated_steps rollout/restarted rollout/replaced_groups rollout/turns rollout/rows "
     "rollout/in_flight rollout/ready rollout/wait_s rollout/mixed_version_frac rollout/segments rollout/sampled "
     "rollout/ending_s trainer/idle_frac engine/idle_frac length/mean length/max length/truncated_frac ratio/mean ratio/min "
     "ratio/max ratio/clipped_frac entropy/sampled kl/reference kl/answer mismatch/kl "
     "mismatch/mult_prob_error mismatch/max mismatch/weight_mean mismatch/truncated_frac mismatch/masked_frac staleness/kl "
     "staleness/token_frac staleness/mean staleness/max staleness/steps_mean staleness/steps_max agreement/mean "
-    "agreement/worst_row agreement/tokens",
+    "agreement/worst_row agreement/tokens advantage/baseline",
     "rollouts with an accuracy": "rollout/accuracy",
     "an engine": "refit/prepare_s refit/push_s refit/prove_s refit/total_s refit/paused_s refit/canary_s refit/canary_error "
     "refit/bytes refit/weight_version refit/moved generation/restarts",
