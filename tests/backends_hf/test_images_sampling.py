@@ -237,3 +237,16 @@ def test_sampled_placeholders_stay_tokens(vlm_folder, engines):
     rows["images"] = [[image.moved(3) for image in rows["images"][0]]] * 3
     with pytest.raises(WorkerError, match="4 placeholders"):
         engines("qwen2_5_vl").generate(rows)
+
+
+def test_the_limit_of_an_engine_counts_every_token_of_every_image_once(vlm_folder):
+    rows = prompts_of(batch([row("qwen2_5_vl", [words(1, 5), 0, words(2, 3), 4, words(3, 2)])]))
+    length = int(rows["input_lengths"][0])
+    for limit, tokens in ((length + 3, 3), (length + 1, 1)):
+        engine = HuggingFaceGeneration(vlm_folder("qwen2_5_vl"), max_new_tokens=3, max_model_len=limit)
+        try:
+            output = engine.generate(rows)
+        finally:
+            engine.shutdown()
+        assert output["generation_lengths"].tolist() == [tokens]
+        assert output["unpadded_sequence_lengths"].tolist() == [length + tokens]

@@ -78,18 +78,18 @@ class EndsItsAnswers(HuggingFaceGeneration):
             yield row, output
 
 
-def played(folder, tokenizer, environment, *, history="as_sampled"):
+def played(folder, tokenizer, environment, *, history="as_sampled", limit=300):
     question = {"role": "user", "content": [part(board(0)), {"type": "text", "text": "Walk."}]}
     datum = prompt_datum({"messages": [question], "task_name": "t", "extra_env_info": {"place": 0}}, idx=0, tokenizer=tokenizer)
     rows = start_rollouts([datum], 2)
-    engine = EndsItsAnswers(str(folder), max_new_tokens=4, max_model_len=300, torch_dtype="float32")
+    engine = EndsItsAnswers(str(folder), max_new_tokens=4, max_model_len=limit, torch_dtype="float32")
     collector = Collector(
         generation=engine,
         environments={"t": environment},
         tokenizer=tokenizer,
         seed=0,
         max_turns={"t": 5},
-        max_total_length=300,
+        max_total_length=limit,
         history=history,
     )
     try:
@@ -120,6 +120,23 @@ def test_policy_and_engine_read_the_pictures_of_an_environment(folder, tokenizer
     [record, _] = rollout_records(rows)
     contents = [message["content"] for message in record["messages"] if message["role"] == "user"]
     assert [[*each[0]] for each in contents] == [["type", "digest", "width", "height"]] * 3
+
+
+@pytest.mark.parametrize("history", ["as_sampled", "template"])
+def test_a_picture_that_does_not_fit_ends_the_rollout_and_is_in_no_row(folder, tokenizer, history):
+    whole = played(folder, tokenizer, Walk(), history=history)[0].num_tokens()
+    seen = set()
+    for limit in (whole - 24, whole + 1):
+        rows = played(folder, tokenizer, Walk(), history=history, limit=limit)
+        batch = to_batch(rows)
+        given = batch["token_mask"] == 0  # the model may sample the placeholder itself
+        for ids, images in zip(batch["input_ids"].where(given, -1), batch["images"], strict=True):
+            for image in images:
+                assert int((ids[image.start : image.end] == image.placeholder_id).sum()) == image.num_placeholders
+            assert sum(image.num_placeholders for image in images) == int((ids == images[0].placeholder_id).sum())
+        assert int(batch["input_lengths"].max()) <= limit
+        seen |= {(row.truncated, len(row.images())) for row in rows}
+    assert {(True, 2), (False, 3)} <= seen
 
 
 def test_images_that_cannot_be_read_are_errors_of_the_environment(folder, tokenizer):

@@ -279,6 +279,18 @@ BAD_ROWS = {
     ),
     "no image": ({"question": [{"role": "user", "content": [{"type": "image"}]}]}, "no field with images"),
     "no user": ({"question": [{"role": "system", "content": "a"}], "images": ["a.png"]}, "no message has the role 'user'"),
+    "marks for more images than there are": (
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>What is it?"},
+                {"from": "gpt", "value": "a square"},
+                {"from": "human", "value": "<image>Which color?"},
+                {"from": "gpt", "value": "red"},
+            ],
+            "images": ["pictures/red.png"],
+        },
+        "2 parts of type 'image' without an image, but the field 'images' has 1 images",
+    ),
     "a video": ({"question": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "part of type 'video'"),
     "audio": ({"question": [{"role": "user", "content": [{"type": "audio_url", "url": "a"}]}]}, "part of type 'audio_url'"),
     "an image of the assistant": (
@@ -292,7 +304,8 @@ BAD_ROWS = {
 def test_rows_whose_images_cannot_be_placed_are_bad_rows(form, folder):
     row, says = BAD_ROWS[form]
     with pytest.raises(DataError) as caught:
-        RecordDataset(JsonlDatasetConfig(path=lines(folder, row), output_key=None))
+        keys = {"record_fn": "sharegpt"} if "conversations" in row else {"output_key": None}
+        RecordDataset(JsonlDatasetConfig(path=lines(folder, row), **keys))
     assert says in str(caught.value)
     assert "rows.jsonl:1" in str(caught.value)
 

@@ -275,6 +275,19 @@ def test_a_prompt_that_is_too_long_is_not_cut_within_an_image(tokenizer, picture
         prompt(tokenizer, asked(*pictures), max_length=9, on_too_long=OnTooLong.ERROR)
 
 
+def test_a_supervised_row_that_is_too_long_has_no_image_without_its_tokens(tokenizer, pictures):
+    record = {"messages": [asked(*pictures), {"role": "assistant", "content": "red"}]}
+    whole = conversation_datum(record, idx=0, tokenizer=tokenizer)
+    placeholder = whole["message_log"][0]["images"][0].placeholder_id
+    for limit in range(1, whole["length"]):
+        datum = conversation_datum(record, idx=0, tokenizer=tokenizer, max_length=limit, on_too_long=OnTooLong.DROP)
+        assert datum["loss_multiplier"] == 0.0
+        tokens = torch.cat([message["token_ids"] for message in datum["message_log"]])
+        images = [image for message in datum["message_log"] for image in message.get("images", ())]
+        assert len(tokens) == datum["length"] <= limit
+        assert sum(image.num_placeholders for image in images) == int((tokens == placeholder).sum())
+
+
 class Loader:
     """Rows instead of a data loader."""
 
