@@ -35,6 +35,7 @@ from rl_train.plan.suggestions import suggest
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_vs_measured"
 TOKENIZER = ROOT / "examples" / "addition" / "model"
+PICTURES = ROOT / "examples" / "pictures" / "model"
 SAMPLE_S = 0.2
 TOLERANCE = 0.15
 LIMIT_S = 900.0
@@ -56,13 +57,15 @@ SHAPE = {
 class Case:
     """A config: overrides of the common one, its sections that are replaced (None: left out), and the model's shape.
 
-    With `limit`, a size, the overrides that `rlcore plan` suggests for this much memory are applied.
+    With `pictures`, the model is a Qwen2.5-VL, and each prompt has a picture. With `limit`, a size, the overrides that
+    `rlcore plan` suggests for this much memory are applied.
     """
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
     limit: str | None = None
+    pictures: bool = False
 
 
 CONFIG: dict[str, Any] = {
@@ -104,6 +107,18 @@ FROZEN = {
     "suggested_adapters": Case(overrides={"policy.train_micro_batch_size": 2, **FEW_TOKENS}, shape=WIDE, limit="1200MiB"),
 }
 """Configs that were chosen after the formulas had been written, which were not changed after these were measured."""
+VISION_SHAPE = {
+    "text_config": {
+        **SHAPE,
+        "num_hidden_layers": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+    },
+    "vision_config": {
+        **{"depth": 6, "hidden_size": 384, "intermediate_size": 1024, "num_heads": 6, "out_hidden_size": 512},
+        **{"patch_size": 8, "window_size": 64, "fullatt_block_indexes": [2, 5]},
+    },
+}
+"""A Qwen2.5-VL of 32M parameters."""
 CASES = {
     "full": Case(),
     "long_rows": Case(overrides={"policy.max_total_sequence_length": 512, "policy.generation.max_new_tokens": 504}),
@@ -195,6 +210,15 @@ CASES = {
         },
         shape={"hidden_size": 1024, "intermediate_size": 3072},
     ),
+    "pictures": Case(
+        pictures=True,
+        overrides={
+            "grpo.num_generations_per_prompt": 4,
+            "policy.max_total_sequence_length": 256,
+            "policy.generation.max_new_tokens": 32,
+        },
+        sections={"data": {"train": {"dataset_name": "jsonl", "path": "pictures.jsonl", "task_name": "arithmetic"}}},
+    ),
     **FROZEN,
 }
 
@@ -212,9 +236,42 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> None:
         shutil.copy(TOKENIZER / name, folder)
 
 
+def make_vision_model(folder: Path) -> None:
+    """Write a randomly initialized Qwen2.5-VL with the tokenizer and the processor of the example with pictures."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    stored = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
+    tokens = {key: value for key, value in stored.items() if key.endswith("token_id")}
+    special = {key: stored["text_config"][key] for key in ("eos_token_id", "pad_token_id")}
+    text = {**VISION_SHAPE["text_config"], **special}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=VISION_SHAPE["vision_config"], tie_word_embeddings=True, **tokens)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(PICTURES / name, folder)
+    settings = json.loads((PICTURES / "preprocessor_config.json").read_text(encoding="utf-8"))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "max_pixels": 224 * 224}), encoding="utf-8")
+
+
+def write_pictures(folder: Path) -> None:
+    """Write the rows of the case with pictures."""
+    from PIL import Image
+
+    rows = []
+    for row in range(16):
+        Image.effect_noise((224, 224), 60 + row).convert("RGB").save(folder / f"{row}.png")
+        rows.append(json.dumps({"question": "What color is the left shape?", "expected_answer": "0", "images": [f"{row}.png"]}))
+    (folder / "pictures.jsonl").write_text("\n".join(rows), encoding="utf-8")
+
+
 def write_inputs(case: Case, folder: Path) -> list[str]:
     """Write model, config and reward function of a case; returns the arguments after the command's name."""
-    make_model(folder / "model", case.shape)
+    if case.pictures:
+        make_vision_model(folder / "model")
+        write_pictures(folder)
+    else:
+        make_model(folder / "model", case.shape)
     (folder / "varied_rewards.py").write_text(REWARDS, encoding="utf-8")
     long = [json.dumps({"question": f"{'1234567890+' * 16}{row:04}=", "expected_answer": "0"}) for row in range(8)]
     (folder / "long.jsonl").write_text("\n".join(long), encoding="utf-8")

@@ -16,7 +16,8 @@ from tiny_vlms import FAMILIES, PLACEHOLDER, batch, conversations, plain, plain_
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFPolicyConfig
-from rl_backends_hf.model import model_without_weights
+from rl_backends_hf.model import load_model, model_without_weights
+from rl_backends_hf.scoring.scoring_model import scalar_head
 from rl_core.data.images import RowImage
 from rl_core.errors import NotSupportedError, WorkerError
 
@@ -113,6 +114,26 @@ def test_a_picture_is_encoded_once_for_all_rows_of_a_microbatch(vlm_folder, monk
     distinct = {image.digest for images in rows["images"] for image in images}
     sizes = [len(each["image_grid_thw"] if "image_grid_thw" in each else each["pixel_values"]) for each in shown]
     assert sum(sizes) == len(distinct) == 4
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_values_of_rows_with_images_are_those_of_a_head_on_plain_transformers(vlm_folder, tmp_path, family):
+    rows, folder = tiny_vlms.conversations(family), vlm_folder(family)
+    critic = load_model(folder, options=HFConfig(), dtype=torch.float32, head="scalar")
+    assert not scalar_head(critic).weight.any()
+    with torch.no_grad():
+        scalar_head(critic).weight.normal_()
+    critic.save_pretrained(tmp_path)
+    policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=str(tmp_path), head="scalar", train_micro_batch_size=4))
+    values = policy.get_values(rows)["values"]
+    backbone = plain(folder)
+    backbone.lm_head = torch.nn.Identity()
+    for number, (length, images) in enumerate(zip(rows["input_lengths"].tolist(), rows["images"], strict=True)):
+        with torch.no_grad():
+            hidden = tiny_vlms.plain_logits(backbone, rows["input_ids"][number, :length], images)
+            expected = hidden @ scalar_head(critic).weight[0]
+        # Rows are padded and computed together, so sums have another order.
+        torch.testing.assert_close(values[number, :length], expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])

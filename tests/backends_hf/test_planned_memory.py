@@ -1,6 +1,9 @@
 """The memory that `rlcore plan` predicts for the Transformers backend, compared with torch's tracker and with real tensors."""
 
+from dataclasses import replace
+
 import pytest
+import tiny_vlms
 import torch
 import torch.distributed as dist
 import transformers
@@ -10,11 +13,13 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_backends_base import FullyShard
+from rl_backends_base import FullyShard, padded_input
+from rl_backends_hf import planned_memory
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.model import DTYPES, decoder_layers, load_model, model_without_weights
+from rl_backends_hf.pictures import Pictures, rope_positions, with_pictures
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
 from rl_backends_hf.sampling.kv_cache import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
@@ -57,6 +62,54 @@ def test_activations_and_temporary_tensors_are_those_that_torch_tracks(model_fol
     counted = train["activations"] + train["logits and temporary tensors"]
     # The tracker includes gradients in its total, so its peak can be at a slightly later moment (2.4 % for gemma2).
     assert counted == pytest.approx(tracked_by_torch(config), rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_what_a_vision_tower_computes_of_pictures_is_that_of_real_ones(vlm_folder, family):
+    config = make_config(vlm_folder(family))
+    row = tiny_vlms.row(family, [tiny_vlms.words(1, 5), 0, tiny_vlms.words(2, 30)])
+    rows = tiny_vlms.batch([row] * ROWS)
+    rows["images"] = [[replace(row[1][0], digest=f"{number:032}")] for number in range(ROWS)]
+    shape = rows["input_ids"].shape
+    train = {"ranks": 1, "train": shape, "several": True, "score": None, "reference": False, "on_gpu": False}
+    counted = PolicyMemory(config).by_phase(**train, images=row[1], prompts={"train": ROWS})["train"]
+    without = PolicyMemory(config).by_phase(**train)["train"]
+
+    model = load_model(config.model_name, options=config.hf_cfg, dtype=torch.float32)
+    use_cpu_sdpa(model)
+    scoring, tracker = TokenScoring(model, chunk_tokens=7).train(), MemTracker()
+    with tracker:
+        pictures = Pictures.of([image for images in rows["images"] for image in images])
+        ids = pictures.mark(rows["input_ids"], rows["images"])
+        positions = rope_positions(model, ids, rows["input_lengths"], rows["images"])
+        given = padded_input(ids, rows["input_lengths"], device=torch.device("cpu"), shift=1, positions=positions)
+        scoring.score(with_pictures(given, pictures, placeholder_id=tiny_vlms.PLACEHOLDER)).sum().backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    real = sum(size for kind, size in peak.items() if getattr(kind, "value", kind) in ("Activation", "Temp"))
+    parts = ("activations", "logits and temporary tensors")
+    # What one picture adds is multiplied by their number; of the temporary tensors, not all exist for each picture at one time.
+    assert real * 0.95 < sum(counted[part] for part in parts) < real * 1.15
+    assert sum(without[part] for part in parts) < 0.9 * real
+
+
+@pytest.mark.slow
+def test_a_deep_vision_language_model_is_extrapolated_from_depths_of_decoder_and_tower(tmp_path, monkeypatch):
+    config, images = deep_vlm(tmp_path), tiny_vlms.row("qwen2_5_vl", [tiny_vlms.words(1, 5), 0])[1]
+    shape = {"ranks": 1, "train": (2, 24), "several": False, "score": None, "reference": False, "on_gpu": False}
+    extrapolated = PolicyMemory(config).by_phase(**shape, images=images, prompts={"train": 2})["train"]
+    monkeypatch.setattr(planned_memory, "_DEPTHS", (2, 9))
+    whole = PolicyMemory(config).by_phase(**shape, images=images, prompts={"train": 2})["train"]
+    # Layers of the tower with windows and with full attention add a little more or less than each other.
+    assert sum(extrapolated.values()) == pytest.approx(sum(whole.values()), rel=0.02)
+
+
+def deep_vlm(folder):
+    config = tiny_vlms._CONFIGS["qwen2_5_vl"](False)
+    config.text_config.update({"num_hidden_layers": 7, "layer_types": ["full_attention"] * 7})
+    config.vision_config.update({"depth": 6, "fullatt_block_indexes": [1, 3, 5]})
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(folder)
+    return make_config(str(folder))
 
 
 def test_copies_for_float32_products_of_bfloat16_weights_are_counted_on_cpus_only(model_folder):

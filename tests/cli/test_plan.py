@@ -21,7 +21,8 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.files import parse_size
 from rl_train.plan import suggestions, time_plan
-from rl_train.plan.planner import microbatch, plan_memory, with_shared_prefixes
+from rl_train.plan.microbatches import microbatch, prompts_in, with_shared_prefixes
+from rl_train.plan.planner import plan_memory
 from rl_train.plan.time_plan import GPUS, plan_time
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -63,6 +64,26 @@ def test_the_tokens_that_filters_keep_are_part_of_the_plan(overrides, expected):
     planned = plan_memory(config, Registry(discover()), on_gpu=False, limit=None)
     [process] = planned.processes
     assert process.phases[process.peak_phase].get("kept tokens") == expected
+
+
+def test_pictures_of_the_data_are_part_of_the_plan_and_rows_that_cannot_be_read_are_named(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def planned(*overrides):
+        run = load_config(EXAMPLES / "grpo_pictures.yaml", ["policy.train_micro_batch_size=64", *overrides]).run
+        return run, plan_memory(run, Registry(discover()), on_gpu=False, limit=None)
+
+    run, with_pictures = planned("data.check_rows=4")
+    [process] = with_pictures.processes
+    # 36 patches of 2 frames, 3 colors and 8 x 8 pixels in float32, and 3 sizes of 8 bytes, for each row.
+    assert process.phases["train"]["pictures"] == 4096 * (36 * 2 * 3 * 64 * 4 + 3 * 8)
+    assert process.phases["rollout"]["features of pictures"] > 36 * 64 * 4
+    assert "images: pictures that are larger than those of the first 4 rows" in with_pictures.not_counted
+    assert prompts_in(run, microbatch(run, run.policy, training=True)) == 8
+    _, without = planned("++data.images.processor_kwargs.max_pixel=1")
+    assert any(text.startswith("images: the rows cannot be read") for text in without.not_counted)
+    fewer = without.processes[0].phases["train"]["activations"]
+    assert process.phases["train"]["activations"] > 1.1 * fewer
 
 
 def test_overrides_that_make_a_run_fit_make_it_fit_when_they_are_applied():

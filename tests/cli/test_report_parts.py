@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rl_train.data.images import thumbnail
 from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.chart import Line, format_number, line_chart, moving_mean, nice_ticks, padded_range, stacked_chart, thin
 from rlcore_cli.report.panels import PANELS, better, choose_panels
@@ -250,6 +251,18 @@ def test_images_of_rollouts_have_thumbnails_with_names_sizes_and_digests(write_r
     picture = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
     assert (digest, picture.size) == ("a" * 32, (96, 64))
     assert max(abs(a - b) for a, b in zip(picture.getpixel((50, 30)), (200, 10, 10), strict=True)) < 8
+
+
+def test_recorded_thumbnails_of_images_without_a_file_are_shown_if_they_are_pictures(write_run, tmp_path):
+    small = thumbnail(Image.new("RGB", (300, 200), (200, 10, 10)))
+    recorded = {"b" * 32: small, "d" * 32: "https://example.com/tracker.png"}
+    run = write_run(
+        tmp_path / "run", record=lambda step, row: image_record(tmp_path) | {"thumbnails": recorded}, steps=1, rows=3
+    )
+    [part] = json.loads(sample_rollouts(read_run_folder(run), budget_bytes=10**6).content)
+    assert part["thumbnails"] == {"b" * 32: small}
+    picture = Image.open(io.BytesIO(base64.b64decode(small.removeprefix("data:image/jpeg;base64,"))))
+    assert picture.size == (96, 64)
 
 
 def test_the_thumbnails_of_a_report_are_bounded_in_number_and_size(write_run, tmp_path):

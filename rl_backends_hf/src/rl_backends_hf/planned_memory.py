@@ -2,47 +2,44 @@
 
 Activations, logits and temporary tensors are not estimated: the worker's own scoring code runs, forward and backward, on
 tensors without data, and the bytes of those that exist are counted. What a layer adds is measured with two small depths and
-multiplied by the depth, because tracing a deep model takes minutes. FSDP2 gathers and frees weights during the trace, in a
-process group of torch's backend `fake`, whose collectives do nothing.
+multiplied by the depth, because tracing a deep model takes minutes. What the pictures of a prompt add is multiplied by
+the number of prompts.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from rl_backends_base import FullyShard, padded_input
 from rl_backends_base.optimizer import parameters_by_group
-from rl_backends_base.shards import local
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.lora_targets import freeze_modules
 from rl_backends_hf.matrix_sizes import matrix_sizes
+from rl_backends_hf.memory_trace import LiveBytes, features_bytes, lone_shard, picture_arguments
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.pictures import reads_images
 from rl_backends_hf.quantized import layers_to_quantize, quantized_bytes
 from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
+from rl_backends_hf.sampling.sampler import SlotRows
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_backends_hf.torch_internals import TorchDispatchMode, tree_leaves, without_data
+from rl_backends_hf.torch_internals import without_data
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
 from rl_backends_hf.transformers_internals import attention_of
 from rl_core.backend import WorkerContext
 from rl_core.config.policy_sections import REST, OptimizerConfig
-from rl_core.errors import NotSupportedError, UserError
+from rl_core.data.images import RowImage
+from rl_core.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
@@ -62,6 +59,7 @@ _UNTRACED: Final[dict[str, Any]] = {
 _TEMPORARY: Final = "logits and temporary tensors"
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
+_TOWER: Final = "vision_config"
 _MUON: Final = "torch.optim.Muon"
 _STATE_BYTES: Final = {
     _MUON: 4.0,
@@ -90,12 +88,14 @@ class _Pass:
     """Number of ranks that share a copy of the model."""
     gloo: bool
     """Whether ranks communicate through gloo, which copies what it gathers and scatters."""
+    images: Sequence[RowImage] = ()
+    """Pictures of one of its prompts."""
 
 
 class PolicyMemory:
     """The memory of one rank of a policy. See `ModelMemory` in `rl_train.plan.planner`."""
 
-    libraries, stages = _LIBRARIES, 1
+    libraries, stages, counts_images = _LIBRARIES, 1, True
 
     def __init__(self, config: HFPolicyConfig) -> None:
         self._config = config
@@ -115,6 +115,8 @@ class PolicyMemory:
         score: tuple[int, int] | None,
         reference: bool,
         on_gpu: bool,
+        images: Sequence[RowImage] = (),
+        prompts: Mapping[str, int] | None = None,
     ) -> dict[str, dict[str, int]]:
         config = self._config  # GPUs multiply bfloat16 matrices without copies in float32
         in_float32 = not on_gpu and CpuProducts.of(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU).in_float32
@@ -129,9 +131,10 @@ class PolicyMemory:
             held["reference weights"] = DTYPES[config.dtype_name].itemsize * weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
-            phases["score"] = _traced(config, *score, forward) | largest
+            phases["score"] = _with_pictures(config, *score, forward, images, (prompts or {}).get("score", 0)) | largest
         if train is not None and trained:
-            traced = _traced(config, *train, replace(forward, training=True)) | largest
+            how = replace(forward, training=True)
+            traced = _with_pictures(config, *train, how, images, (prompts or {}).get("train", 0)) | largest
             # The gradients of the first microbatch exist while the next ones are computed; with FSDP2, all exist when it
             # gathers the most, at the end of the backward pass.
             phases["train"] = traced | ({"gradients": gradients} if several or shards > 1 else {})
@@ -153,10 +156,7 @@ class PolicyMemory:
 
     def not_counted(self) -> list[str]:
         names = dict.fromkeys(optimizer.name for optimizer, _ in _optimizers(self._config))
-        left_out = [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
-        if reads_images(model_without_weights(self._config.model_name, options=self._config.hf_cfg, head=self._config.head)):
-            left_out.append("images, and what the vision tower computes of them")
-        return left_out
+        return [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
 
     def saving_overrides(self) -> list[str]:
         config = self._config
@@ -167,13 +167,21 @@ class PolicyMemory:
 class EngineMemory:
     """The memory of one replica of the engine. See `EngineMemory` in `rl_train.plan.planner`."""
 
-    libraries, processes = _LIBRARIES, 1
+    libraries, processes, counts_images = _LIBRARIES, 1, True
 
     def __init__(self, config: HFGenerationConfig) -> None:
         self._config = config
 
     def by_phase(
-        self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool
+        self,
+        *,
+        rows: int,
+        prompt: int,
+        on_gpu: bool,
+        limit: int | None,
+        shares_weights: bool,
+        images: Sequence[RowImage] = (),
+        prompts: int = 0,
     ) -> dict[str, dict[str, int]]:
         config, options = self._config, self._config.hf_cfg
         model, weights = self._model()
@@ -183,6 +191,9 @@ class EngineMemory:
         rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
         if not on_gpu:
             rollout["packed weights"] = packed_bytes(model, steps=config.max_new_tokens)
+        if images and prompts:
+            together = min(prompts, max(1, SlotRows.prefill_tokens // prompt))
+            rollout["features of pictures"] = together * features_bytes(model, images)
         return {"held": {} if shares_weights else {"weights": weights}, "rollout": rollout}
 
     def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
@@ -308,31 +319,76 @@ def _shards_of(config: HFPolicyConfig, ranks: int) -> int:
     return (config.hf_cfg.fsdp_num_shards or ranks) if config.hf_cfg.data_parallel == "fsdp2" else 1
 
 
+def _with_pictures(
+    config: HFPolicyConfig, rows: int, length: int, how: _Pass, images: Sequence[RowImage], prompts: int
+) -> dict[str, int]:
+    """The result of `_traced` if this many prompts of the microbatch have pictures such as `images`."""
+    without = _traced(config, rows, length, how)
+    if not images or not prompts:
+        return without
+    shown = _traced(config, rows, length, replace(how, images=images))
+    return {part: size + prompts * (shown[part] - size) for part, size in without.items()}
+
+
 def _traced(config: HFPolicyConfig, rows: int, length: int, how: _Pass) -> dict[str, int]:
-    """Peak bytes of activations and of temporary tensors of one microbatch; see the module."""
+    """Peak bytes of activations and of temporary tensors of one microbatch; see the module.
+
+    What a layer of the decoder adds is that of more layers at equal depth of the vision tower, and the other way around.
+    """
     hf = config.hf_cfg
     full = model_without_weights(config.model_name, options=hf, head=config.head)
-    depth = _depth_of(full)
-    if depth <= _DEPTHS[1]:
+    depths = _depths_of(full)
+    if not how.images:  # the tower computes nothing
+        depths = {name: depth for name, depth in depths.items() if name != _TOWER}
+    deep = [name for name, depth in depths.items() if depth > _DEPTHS[1]]
+    if not deep:
         return _trace(config, rows, length, hf, how)
-    few, more = (_trace(config, rows, length, _fewer_layers(full, hf, layers), how) for layers in _DEPTHS)
-    steps = (depth - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0])
-    return {part: int(more[part] + steps * (more[part] - few[part])) for part in more}
+    least = dict.fromkeys(deep, _DEPTHS[0])
+    few = _trace(config, rows, length, _fewer_layers(full, hf, least), how)
+    sizes: dict[str, float] = {**few}
+    for name in deep:
+        more = _trace(config, rows, length, _fewer_layers(full, hf, {**least, name: _DEPTHS[1]}), how)
+        steps = (depths[name] - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
+        sizes = {part: size + steps * (more[part] - few[part]) for part, size in sizes.items()}
+    return {part: int(size) for part, size in sizes.items()}
 
 
 def _depth_of(model: PreTrainedModel) -> int:
-    """Number of layers, or 0 if the model cannot be built with fewer."""
-    depth = getattr(model.config, "num_hidden_layers", None)
-    return depth if isinstance(depth, int) else 0
+    """Number of layers of the decoder, or 0 if the model cannot be built with fewer."""
+    return next((depth for name, depth in _depths_of(model).items() if name != _TOWER), 0)
 
 
-def _fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: int) -> HFModelConfig:
-    """The options to build a model with fewer layers."""
-    depth = _depth_of(model)
-    lists = {
-        key: value[:layers] for key, value in model.config.to_dict().items() if isinstance(value, list) and len(value) == depth
-    }
-    overrides = {**options.config_overrides, "num_hidden_layers": layers, **lists}
+def _depths_of(model: PreTrainedModel) -> dict[str, int]:
+    """Number of layers by the key of their section in the config, which is empty for a model of text."""
+    text, tower = model.config.get_text_config(decoder=True), getattr(model.config, _TOWER, None)
+    name = next((key for key in model.config.sub_configs if getattr(model.config, key) is text), "")
+    own = "num_hidden_layers" in dir(text) and text.num_hidden_layers
+    layers = {name: own, _TOWER: tower and getattr(tower, _depth_key(tower), 0)}
+    return {key: depth for key, depth in layers.items() if isinstance(depth, int) and depth}
+
+
+def _depth_key(section: Any) -> str:
+    return "depth" if hasattr(section, "depth") else "num_hidden_layers"
+
+
+def _fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: Mapping[str, int]) -> HFModelConfig:
+    """The options to build a model with fewer layers, by section of its config."""
+    overrides = dict(options.config_overrides)
+    for name, count in layers.items():
+        section = deepcopy(getattr(model.config, name) if name else model.config)
+        key = _depth_key(section) if name == _TOWER else "num_hidden_layers"
+        depth = getattr(section, key)
+        lists = {
+            field: value[:count]
+            for field, value in section.to_dict().items()
+            if isinstance(value, list) and len(value) == depth
+        }
+        if not name:
+            overrides |= {key: count, **lists}
+            continue
+        for field, value in {key: count, **lists}.items():
+            setattr(section, field, value)
+        overrides[name] = section
     return options.model_copy(update={"config_overrides": overrides, "device_map": None})
 
 
@@ -345,9 +401,10 @@ def _trace(config: HFPolicyConfig, rows: int, length: int, options: HFModelConfi
     described = config.model_dump(mode="json", exclude=_UNTRACED)
     if not how.training:
         del described["activation_checkpointing"]
-    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {how}"
+    sizes = [{name: (each.shape, each.dtype) for name, each in image.inputs.items()} for image in how.images]
+    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {how} {sizes}"
     if key not in _TRACES:
-        with _lone_shard(how.shards):
+        with lone_shard(how.shards):
             _TRACES[key] = _measured(config, model, rows, length, how)
     if config.generation is None or not config.generation.sampling_filters():
         return _TRACES[key]
@@ -379,32 +436,14 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
-        live = _LiveBytes(model, gloo=how.gloo)
+        live = LiveBytes(model, gloo=how.gloo, resizes=how.shards > 1)
         with live, CpuProducts(in_float32=how.float32_products)(), torch.set_grad_enabled(how.training):
-            scores = scoring(*tokens, given.attention)
+            pictures = picture_arguments(model, fake, how.images, rows, length)
+            scores = scoring(*tokens, {**given.attention, **pictures})
             if how.training:
                 live.end_forward()
                 scores.sum().backward()
     return {"activations": live.saved, _TEMPORARY: live.peak - live.saved}
-
-
-@contextmanager
-def _lone_shard(shards: int) -> Iterator[None]:
-    """The first of several ranks, in a group whose other ranks do not exist; none for one.
-
-    Raises:
-        UserError: this process already has a process group.
-    """
-    if shards == 1:
-        yield
-        return
-    if dist.is_initialized():
-        raise UserError("FSDP2 can only be planned in a process without a torch.distributed group.")
-    dist.init_process_group("fake", rank=0, world_size=shards)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
@@ -412,50 +451,3 @@ def _scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
     if config.head == "scalar":
         return ValueScoring(model)
     return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=config.scoring_temperature)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are created while it is active, as long as they exist, without gradients.
-
-    Args:
-        model: its weights and gradients are left out.
-        gloo: whether collectives copy their larger tensor, as those of gloo do.
-
-    Attributes:
-        saved: bytes at the end of the forward pass.
-        peak: largest number of bytes.
-    """
-
-    def __init__(self, model: nn.Module, *, gloo: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._gloo = gloo
-        self.saved = self.peak = 0
-        self._parameters = list(model.parameters())
-        self._known = {id(local(tensor).untyped_storage()) for tensor in (*self._parameters, *model.buffers())}
-        self._storages: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            if isinstance(each, torch.Tensor) and (key := id(storage := each.untyped_storage())) not in self._known:
-                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
-        copied = 0
-        if self._gloo and func.namespace == "c10d":
-            copied = max((each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor)), default=0)
-        self.peak = max(self.peak, self._live() + copied)
-        return output
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._storages.pop(key, None)
-
-    def end_forward(self) -> None:
-        """Record what the forward pass has saved for the backward pass."""
-        self.saved = self._live()
-
-    def _live(self) -> int:
-        """The bytes now: FSDP2 resizes the storages of weights that it gathers."""
-        sizes = {key: storage.nbytes() for key, found in self._storages.items() if (storage := found()) is not None}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                sizes.pop(id(local(parameter.grad).untyped_storage()), None)
-        return sum(sizes.values())

@@ -55,7 +55,27 @@ def has_bfloat16_products() -> bool:
 
 
 def without_data() -> Any:
-    """A mode in which tensors have no data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """A mode in which tensors have no data, with the attribute `computes`.
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    While `computes` is true, what depends only on tensors with data is computed, such as the windows of a picture from its
+    size, and a comparison of data that do not exist is true. A mask without data selects all.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    class WithoutData(FakeTensorMode):
+        computes = False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if self.computes and not any(isinstance(each, FakeTensor) for each in tensors):
+                return func(*args, **(kwargs or {}))
+            if self.computes and func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+                return True
+            if func is torch.ops.aten.index.Tensor:
+                [first, *others] = args[1]
+                masks = isinstance(first, FakeTensor) and first.dtype == torch.bool
+                if masks and all(each is None for each in others):
+                    return args[0].flatten(0, first.ndim - 1).clone()
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return WithoutData(allow_non_fake_inputs=True)

@@ -303,8 +303,8 @@ BAD_ROWS = {
 @pytest.mark.parametrize("form", BAD_ROWS)
 def test_rows_whose_images_cannot_be_placed_are_bad_rows(form, folder):
     row, says = BAD_ROWS[form]
+    keys = {"record_fn": "sharegpt"} if "conversations" in row else {"output_key": None}
     with pytest.raises(DataError) as caught:
-        keys = {"record_fn": "sharegpt"} if "conversations" in row else {"output_key": None}
         RecordDataset(JsonlDatasetConfig(path=lines(folder, row), **keys))
     assert says in str(caught.value)
     assert "rows.jsonl:1" in str(caught.value)

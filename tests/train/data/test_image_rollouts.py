@@ -1,10 +1,13 @@
 """Rollouts of prompts with images: what engines, environments, logs and checkpoints get, and the rows that are trained."""
 
+import base64
 import copy
+import io
 import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -186,6 +189,25 @@ def test_environments_and_logs_refer_to_images_without_their_pixels(tokenizer, p
     assert image["digest"] == digest
     with pytest.raises(DataError, match="cannot be replayed"):
         recorded_rollout(record, {})
+
+
+def test_thumbnails_of_pictures_without_a_file_are_recorded_once_in_a_step(tokenizer, pictures):
+    inline = f"data:image/png;base64,{base64.b64encode(pictures[0].read_bytes()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": inline}}, {"type": "image", "path": str(pictures[1])}]
+    fresh = copy.copy(tokenizer)
+    fresh.image_reader = ImageReader(tokenizer.image_reader.model, ImagesConfig())
+    rows, _, _ = played(fresh, prompt(fresh, {"role": "user", "content": content}))
+    first, second = rollout_records(rows)
+    digest = first["images"][0][0]["digest"]
+    assert [*first["thumbnails"]] == [digest]
+    assert "thumbnails" not in second
+    small = Image.open(io.BytesIO(base64.b64decode(first["thumbnails"][digest].removeprefix("data:image/jpeg;base64,"))))
+    assert small.size == (90, 30)  # a picture is not enlarged
+    original = np.asarray(Image.open(pictures[0]), dtype=float)
+    assert abs(np.asarray(small, dtype=float).mean() - original.mean()) < 8
+    assert all(
+        isinstance(message["content"], str) or "thumbnail" not in str(message["content"]) for message in rows[0].message_log
+    )
 
 
 def test_groups_of_a_checkpoint_have_the_tensors_of_each_image_once(tokenizer, pictures, tmp_path):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from io import BytesIO
 from typing import Any
 
 from rl_train.data.image_sources import described, described_image, image_parts
@@ -20,8 +18,11 @@ ROWS_A_STEP = 16
 """Steps are omitted before a step gets fewer rows than this."""
 HEAD_TOKENS, TAIL_TOKENS = 1000, 500
 HEAD_CHARACTERS, TAIL_CHARACTERS = 4000, 2000
-THUMBNAILS_A_STEP, THUMBNAIL_PIXELS = 32, 96
-"""Number of different images of a step that are shown, and their largest side."""
+THUMBNAILS_A_STEP = 32
+"""Number of different images of a step that are shown."""
+
+
+_JPEG = "data:image/jpeg;base64,"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,10 @@ def _thumbnails(record: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str
     """Images of a record that a step does not show yet, as `data:` URLs by their digest."""
     images = {part["digest"]: part["path"] for part in image_parts(record.get("messages", ())) if part.get("path")}
     new = {digest: path for digest, path in images.items() if digest not in shown}
-    found = {digest: _thumbnail(path) for digest, path in [*new.items()][: THUMBNAILS_A_STEP - len(shown)]}
-    return {digest: url for digest, url in found.items() if url}
+    space = THUMBNAILS_A_STEP - len(shown)
+    recorded = [each for each in (record.get("thumbnails") or {}).items() if each[0] not in shown]
+    found = {digest: _thumbnail(path) for digest, path in [*new.items()][:space]} | dict(recorded[:space])
+    return {digest: url for digest, url in [*found.items()][:space] if url.startswith(_JPEG)}
 
 
 @lru_cache(maxsize=256)
@@ -139,17 +142,13 @@ def _thumbnail(path: str) -> str:
     from rl_core.errors import DataError  # torch, only for runs with images
     from rl_train.config.data_sections import ImagesConfig
     from rl_train.data.image_sources import ImageSource
-    from rl_train.data.images import decoded
+    from rl_train.data.images import decoded, thumbnail
 
     try:
         limits = ImagesConfig()
-        picture = decoded(ImageSource(path).content(limits.max_file_mib << 20), limits)
+        return thumbnail(decoded(ImageSource(path).content(limits.max_file_mib << 20), limits))
     except (DataError, ImportError):
         return ""
-    picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-    file = BytesIO()
-    picture.save(file, "JPEG", quality=75)
-    return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def _row(record: Mapping[str, Any], texts: Mapping[int, str], trained: int | None) -> dict[str, Any]:

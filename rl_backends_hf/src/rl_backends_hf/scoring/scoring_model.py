@@ -5,7 +5,8 @@
 A scalar head (`ValueScoring`) has the layout of Transformers' sequence classification: a matrix [1, H] without bias,
 `score.weight`, applied to the backbone's last hidden states, as `AutoModelForSequenceClassification` creates it for
 `num_labels=1`. On a causal LM it is initialized with zeros, so that all values are 0 before the first step, on every rank and
-for any seed (Huang et al. 2024, https://arxiv.org/abs/2403.17031).
+for any seed (Huang et al. 2024, https://arxiv.org/abs/2403.17031). Vision-language models for which Transformers has no such
+class get one of the same layout: their backbone, with the tower, and the head.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from typing import Any, ClassVar, Final
 import torch
 import transformers
 from torch import nn
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from rl_backends_base import ScoringInput
-from rl_backends_hf.pictures import call_with_pictures, has_rope_grid
+from rl_backends_hf.pictures import FAMILIES, call_with_pictures, has_rope_grid
 from rl_core.backend import CLASSIFIER, Head, refuse_other_head
 from rl_core.data.generation_io import SampledSets
 from rl_core.errors import NotSupportedError, UserError
@@ -168,6 +177,7 @@ def prepare_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
     refuse_other_head(config, head, name=name)
     if head == "tokens":
         return
+    _register_classifier(config)
     brings_own = CLASSIFIER in " ".join(getattr(config, "auto_map", None) or ())
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not brings_own:
         raise UserError(
@@ -176,6 +186,31 @@ def prepare_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
             "qwen2, qwen3, gemma2 or gemma3."
         )
     config.num_labels = 1
+
+
+def _register_classifier(config: PretrainedConfig) -> None:
+    """Give Transformers a sequence classifier for a family of vision-language models, if it has none."""
+    kind = type(config)
+    if config.model_type not in FAMILIES or kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+
+    def build(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, config, *args, **kwargs)
+        del self.lm_head
+        setattr(self, HEAD_NAME, nn.Linear(config.get_text_config(decoder=True).hidden_size, config.num_labels, bias=False))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> SequenceClassifierOutputWithPast:
+        hidden = self.base_model(*args, **{**kwargs, "return_dict": True}).last_hidden_state
+        return SequenceClassifierOutputWithPast(logits=getattr(self, HEAD_NAME)(hidden))
+
+    own = {"__init__": build, "forward": forward, "_tied_weights_keys": {}, "get_output_embeddings": lambda _: None}
+    name = f"{kind.__name__.removesuffix('Config')}{CLASSIFIER}"
+    for key in (whole.__name__, config.model_type):  # how files name the weights
+        if (names := get_checkpoint_conversion_mapping(key)) is not None:
+            register_checkpoint_conversion_mapping(name, names, overwrite=True)
+            break
+    AutoModelForSequenceClassification.register(kind, type(name, (whole,), {**own, "__module__": __name__}), exist_ok=True)
 
 
 def init_head(model: PreTrainedModel) -> None:

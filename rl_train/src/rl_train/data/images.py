@@ -6,6 +6,7 @@ processor. The image processor computes with Pillow, because another implementat
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -13,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _SEED, _SIDE = 20_260_601, 32
 """Seed and side in pixels of random pictures."""
+_THUMBNAIL: Final = 96
+"""Largest side of a thumbnail in pixels."""
 _INSTALL = "pip install 'rl-train[images]'"
 _OF_CALLS = {"return_tensors", "device", "data_format", "input_data_format", "disable_grouping"}
 """Arguments of calls of an image processor that are not settings."""
@@ -49,6 +52,7 @@ class TextImage(RowImage):
         lead: Number of tokens of the text before the first placeholder.
         width: Width of the picture before it was resized, in pixels.
         height: Its height.
+        thumbnail: A small JPEG file as a `data:` URL; empty if the picture is a file that can be read later.
     """
 
     mark: str
@@ -56,6 +60,7 @@ class TextImage(RowImage):
     lead: int
     width: int
     height: int
+    thumbnail: str = field(default="", repr=False)
 
 
 class ImageReader:
@@ -76,6 +81,8 @@ class ImageReader:
         self._lock = threading.Lock()
         self._kept = OrderedDict[str, TextImage]()
         self._bytes_kept = 0
+        self.largest: list[TextImage] = []
+        """The images of the row whose tensors have the most bytes so far."""
 
     def __deepcopy__(self, memo: object) -> ImageReader:
         return self
@@ -104,7 +111,9 @@ class ImageReader:
             self._load(tokenizer)
             if len(sources) > 1:
                 self._refuse_joined_images()
-            return [self._read(source, f"image {number}", tokenizer) for number, source in enumerate(sources)]
+            images = [self._read(source, f"image {number}", tokenizer) for number, source in enumerate(sources)]
+            self.largest = max(self.largest, images, key=lambda row: sum(map(num_bytes, row)))
+            return images
 
     def random_pictures(self, count: int, tokenizer: Any) -> list[tuple[list[int], TextImage]]:
         """Tokens of pictures of random pixels, and the pictures; none if no row of the run had images so far."""
@@ -124,7 +133,11 @@ class ImageReader:
             content = source.content(self.config.max_file_mib << 20, self.config.section)
             key = _digest(content)
             if (found := self._kept.get(key)) is None:
-                found = self._kept[key] = self._processed(decoded(content, self.config), tokenizer)
+                picture = decoded(content, self.config)
+                found = self._processed(picture, tokenizer)
+                if source.path is None:
+                    found = replace(found, thumbnail=thumbnail(picture))
+                self._kept[key] = found
                 self._bytes_kept += num_bytes(found)
         except DataError as error:
             raise DataError(f"{what} ({source}): {error}" if str(source) not in str(error) else f"{what}: {error}") from error
@@ -437,6 +450,14 @@ def decoded(content: Any, limits: ImagesConfig) -> Image:
         raise DataError(f"it is refused: {error}") from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise DataError(f"it is corrupt or truncated ({error}): replace the file or remove the row") from error
+
+
+def thumbnail(picture: Image) -> str:
+    """A small JPEG file of a picture in RGB as a `data:` URL."""
+    file, scale = io.BytesIO(), min(1.0, _THUMBNAIL / max(picture.size))
+    width, height = (max(1, round(side * scale)) for side in picture.size)
+    picture.resize((width, height), reducing_gap=2.0).save(file, "JPEG", quality=75)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _as_rgb(picture: Image) -> Image:

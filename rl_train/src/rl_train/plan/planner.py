@@ -6,25 +6,37 @@ nothing moves. Every row has the maximum length, because the data are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Protocol
 
-from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
 from rl_core.data.generation_io import MOST_SET_IDS
-from rl_core.data.shared_prefix import MAX_SHARE
+from rl_core.data.images import RowImage
+from rl_core.errors import RLCoreError
 from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
 from rl_core.weights.source import MOST_BYTES_ON_CPU
 from rl_train.assembly.parts import loss_of
 from rl_train.assembly.placement import resolve_adapters
+from rl_train.assembly.preparation import Preparation
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
+from rl_train.data.images import num_bytes
+from rl_train.data.special_tokens import media_ids
 from rl_train.diagnostics.model_files import read_model_config
 from rl_train.files import format_size
+from rl_train.plan.microbatches import (
+    longest_prompt,
+    microbatch,
+    prompts_in,
+    ranks_of,
+    replicas_of,
+    rows_of_step,
+    with_shared_prefixes,
+)
 from rl_train.rollouts.trajectory import MOST_SET_BYTES
 
 _DRIVER_LIBRARIES: Final = 470 * 2**20
@@ -34,6 +46,8 @@ _LONE_LIBRARIES: Final = 460 * 2**20
 """The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
 _ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
 """The same of a process that has imported rlcore and no backend."""
+_ROWS_READ: Final = 100
+"""Most rows whose pictures are read."""
 Parts = Mapping[str, int]
 """Bytes by part, such as `weights` or `activations`."""
 
@@ -135,12 +149,14 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     run = resolve_adapters(resolved(run, on_gpu=on_gpu), registry)
     undescribed: list[str] = []
     not_counted: list[str] = []
-    components = list(_models(run, registry, undescribed, not_counted, on_gpu=on_gpu))
+    pictures = _pictures(run, registry, not_counted)
+    components = list(_models(run, registry, undescribed, not_counted, pictures=pictures, on_gpu=on_gpu))
     policy = memory_planner(registry, "policy", run.policy)
     shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
     gpu = limit if on_gpu else None
-    components += _engine(run, registry, undescribed, not_counted, gpu=gpu, on_gpu=on_gpu, shares_weights=shares)
-    processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
+    given: dict[str, Any] = {"pictures": pictures, "gpu": gpu, "on_gpu": on_gpu, "shares_weights": shares}
+    components += _engine(run, registry, undescribed, not_counted, **given)
+    processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components, pictures)
     not_counted += _assumptions(run, on_gpu=on_gpu)
     return MemoryPlan(
         processes=tuple(processes),
@@ -178,8 +194,62 @@ class _Component:
         return {phase: _sum(self.held, parts) for phase, parts in self.phases.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pictures:
+    """The images of the row with the most bytes of pictures among those that were read, and the bytes that the driver keeps."""
+
+    images: Sequence[RowImage] = ()
+    kept: int = 0
+
+    def of(self, planner: Any, name: str, not_counted: list[str], prompts: Any) -> dict[str, Any]:
+        """The arguments of a planner that counts images."""
+        if not self.images:
+            return {}
+        if not getattr(planner, "counts_images", False):
+            not_counted.append(f"{name}: what its vision tower computes of images")
+            return {}
+        return {"images": self.images, "prompts": prompts}
+
+
+_READ: Final[dict[str, tuple[_Pictures, str | None]]] = {}
+"""Pictures by model and data: a command plans many candidates."""
+
+
+def _pictures(run: RunConfig, registry: Registry, not_counted: list[str]) -> _Pictures:
+    """The pictures of the first rows of the training data; none of a model of text."""
+    if not media_ids(run.policy.model_name):
+        return _Pictures()
+    key = f"{run.policy.model_name} {run.data.model_dump_json()}"
+    if key not in _READ:
+        _READ[key] = _read_pictures(run, registry)
+    pictures, problem = _READ[key]
+    not_counted += [f"images: {problem}"] if problem else []
+    return pictures
+
+
+def _read_pictures(run: RunConfig, registry: Registry) -> tuple[_Pictures, str | None]:
+    rows = min(run.data.check_rows or _ROWS_READ, _ROWS_READ)
+    data = run.data.model_copy(update={"check_rows": rows, "validation": None, "validation_sets": {}})
+    prepared = Preparation(run.model_copy(update={"data": data}), registry)
+    try:
+        _, reader = prepared.loaders, prepared.tokenizer.image_reader
+    except RLCoreError as error:
+        return _Pictures(), f"the rows cannot be read ({str(error).splitlines()[0]})"
+    if not reader.largest:
+        return _Pictures(), None
+    every = 0 if prepared.data.train is None else len(prepared.data.train.records)
+    kept = min(run.data.images.cache_mib << 20, every * sum(map(num_bytes, reader.largest)))
+    return _Pictures(images=reader.largest, kept=kept), f"pictures that are larger than those of the first {rows} rows"
+
+
 def _models(
-    run: RunConfig, registry: Registry, undescribed: list[str], not_counted: list[str], *, on_gpu: bool
+    run: RunConfig,
+    registry: Registry,
+    undescribed: list[str],
+    not_counted: list[str],
+    *,
+    pictures: _Pictures,
+    on_gpu: bool,
 ) -> Iterator[_Component]:
     loss = loss_of(run, registry)
     nodes = max(1, run.cluster.num_nodes)
@@ -191,6 +261,7 @@ def _models(
         train, needs = None if model.frozen else microbatch(run, model, training=True), run.algorithm.runtime_needs
         is_scored = model.frozen or needs.samples or needs.extra_scored_rows
         score = microbatch(run, model, training=False) if is_scored else None
+        prompts = {key: prompts_in(run, batch) for key, batch in (("train", train), ("score", score)) if batch is not None}
         if planner.shares_prefixes(on_gpu=on_gpu):
             train = with_shared_prefixes(run, train) if train is not None and not loss.allows_dropout else train
             score = None if score is None else with_shared_prefixes(run, score)
@@ -202,6 +273,7 @@ def _models(
                 score=None if score is None else score.shape,
                 reference=name == "policy" and "reference_policy_logprobs" in loss.required_keys,
                 on_gpu=on_gpu,
+                **pictures.of(planner, name, not_counted, prompts),
             )
         )
         held = phases.pop("held")
@@ -217,6 +289,7 @@ def _engine(
     undescribed: list[str],
     not_counted: list[str],
     *,
+    pictures: _Pictures,
     on_gpu: bool,
     gpu: int | None,
     shares_weights: bool,
@@ -230,7 +303,10 @@ def _engine(
         return
     replicas = replicas_of(run, section, processes=planner.processes if on_gpu else 1)
     rows, prompt = -(-rows_of_step(run) // replicas), longest_prompt(run)
-    phases = dict(planner.by_phase(rows=rows, prompt=prompt, on_gpu=on_gpu, limit=gpu, shares_weights=shares_weights))
+    rollouts = run.algorithm.runtime_needs.rollouts
+    shown = pictures.of(planner, "engine", not_counted, -(-rows // (1 if rollouts is None else rollouts.samples_per_prompt)))
+    given = {"rows": rows, "prompt": prompt, "on_gpu": on_gpu, "limit": gpu, "shares_weights": shares_weights, **shown}
+    phases = dict(planner.by_phase(**given))
     held = phases.pop("held")
     if not shares_weights:
         buffer = section.refit_buffer_mib * 2**20
@@ -241,14 +317,15 @@ def _engine(
     yield _Component(name="engine", held=held, phases=phases, count=count, libraries=planner.libraries)
 
 
-def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
+def _on_cpu(run: RunConfig, components: list[_Component], pictures: _Pictures) -> Iterator[ProcessPlan]:
+    kept = {**_sets(run), **({"pictures": pictures.kept} if pictures.kept else {})}
     if run.cluster.backend == "in_process":
-        libraries = {"libraries": max([_LONE_LIBRARIES, *(each.libraries for each in components)]), **_sets(run)}
+        libraries = {"libraries": max([_LONE_LIBRARIES, *(each.libraries for each in components)]), **kept}
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
         phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()} or {"all": held}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
         return
-    yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES, **_sets(run)}})
+    yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES, **kept}})
     for each in components:
         phases = {phase: {"libraries": each.libraries, **parts} for phase, parts in each.with_held.items()}
         yield ProcessPlan(name=each.name, count=each.count, phases=phases)
@@ -348,6 +425,9 @@ class ModelMemory(Protocol):
             score: The same of a scoring microbatch; None if the model does not score.
             reference: Whether the loss needs a reference policy.
             on_gpu: Whether it runs on GPUs.
+
+        If it has the attribute `counts_images`, and rows have images, it also gets `images`, those of one prompt, and
+        `prompts`, the number of prompts in a microbatch for `train` and `score`; an engine gets that of a step.
         """
 
     def not_counted(self) -> list[str]:
@@ -409,92 +489,3 @@ class EngineMemory(Protocol):
 
     def saving_overrides(self) -> list[str]:
         """Overrides that save memory."""
-
-
-def ranks_of(run: RunConfig) -> int:
-    """Number of ranks of each model."""
-    cluster = run.cluster
-    return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
-
-
-def replicas_of(run: RunConfig, section: GenerationConfig, *, processes: int) -> int:
-    """Number of replicas of the engine, of `processes` processes each."""
-    if section.num_workers is not None:
-        return section.num_workers
-    own = section.resources
-    workers = ranks_of(run) if own is None else own.num_nodes * own.workers_per_node
-    return max(1, workers // processes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """Rows of one pass, all of the largest possible length.
-
-    Attributes:
-        rows: Number of rows, at least 1.
-        length: Their length in tokens.
-        several: Whether an optimizer step has more than one.
-    """
-
-    rows: int
-    length: int
-    several: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and length."""
-        return self.rows, self.length
-
-
-def rows_of_step(run: RunConfig) -> int:
-    """Number of rows of a step over all ranks; of preference pairs, both rows count."""
-    needs = run.algorithm.runtime_needs
-    if needs.rollouts is not None:
-        return needs.rollouts.rows_per_draw
-    if needs.records is not None:
-        return needs.records.records_per_step * (2 if needs.records.pairs else 1)
-    return 1
-
-
-def longest_prompt(run: RunConfig) -> int:
-    """Length in tokens of the longest prompt whose completion can still have all of its new tokens; at least 1."""
-    generation = run.policy.generation
-    new_tokens = 0 if generation is None else generation.max_new_tokens
-    return max(1, run.policy.max_total_sequence_length - new_tokens)
-
-
-def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microbatch:
-    """The largest microbatch of a model on one rank; with `sequence_packing`, one row of the token budget."""
-    length, ranks = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), model.data_ranks(run.cluster)
-    rows = rows_of_step(run)
-    if training:
-        rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)
-    on_rank = max(1, -(-rows // ranks))
-    _, limit, _ = model.microbatch_limit(training=training)
-    if model.sequence_packing.enabled:
-        tokens = min(limit, on_rank * length)
-        return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
-    together = max(1, limit // length) if model.dynamic_batching.enabled else limit
-    return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)
-
-
-def with_shared_prefixes(run: RunConfig, batch: Microbatch) -> Microbatch:
-    """The largest microbatch if rows of the same prompt compute it once; such rows become one sequence.
-
-    All completions have the maximum length. The prompt is the longest one, or the longest one with which sharing is not
-    worthwhile, whichever has more tokens to compute.
-    """
-    rollouts = run.algorithm.runtime_needs.rollouts
-    prompt = min(longest_prompt(run), batch.length)
-    completion = batch.length - prompt
-    if rollouts is None or batch.rows == 1:
-        return batch
-    prompts = -(-batch.rows // min(batch.rows, rollouts.samples_per_prompt))
-    saved = MAX_SHARE * batch.rows - prompts
-    alone = prompt
-    if saved > 0:
-        alone = min(prompt, int((1 - MAX_SHARE) * batch.rows * completion / saved))
-    together = prompts * prompt + batch.rows * completion
-    if alone == prompt or batch.rows * (alone + completion) >= together:
-        return replace(batch, length=alone + completion)
-    return replace(batch, rows=1, length=together)

@@ -13,7 +13,8 @@ from rl_core.errors import ConfigError, RLCoreError
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema import RunConfig
 from rl_train.files import available_memory, format_size
-from rl_train.plan.planner import MemoryPlan, memory_planner, microbatch, plan_memory
+from rl_train.plan.microbatches import microbatch
+from rl_train.plan.planner import MemoryPlan, memory_planner, plan_memory
 
 _log = logging.getLogger("rlcore")
 _WORTH_IT: Final = 0.99

@@ -32,15 +32,8 @@ from rl_train.config.schedules import OptimizerSteps, optimizer_steps
 from rl_train.config.schema import CheckpointingConfig, LoggingConfig, ProfilingConfig, RunConfig
 from rl_train.files import parse_size
 from rl_train.metrics.measured import PEAK_TFLOPS
-from rl_train.plan.planner import (
-    longest_prompt,
-    memory_planner,
-    microbatch,
-    ranks_of,
-    replicas_of,
-    resolved,
-    rows_of_step,
-)
+from rl_train.plan.microbatches import longest_prompt, microbatch, ranks_of, replicas_of, rows_of_step
+from rl_train.plan.planner import memory_planner, resolved
 
 _READ: Final = 0.7
 """Assumed fraction of the memory bandwidth: 1,397 of 2,039 GB/s with Llama-2-7B on an A100

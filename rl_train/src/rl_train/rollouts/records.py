@@ -48,6 +48,7 @@ def rollout_records(
     """
     records = []
     next_row = 0
+    shown: set[str] = set()
     for number, trajectory in enumerate(trajectories):
         segments, sampled = trajectory.segments, trajectory.sampled_messages
         rows = slice(next_row, next_row + len(segments))
@@ -89,6 +90,7 @@ def rollout_records(
                 "token_versions": _mixed_versions(sampled),
                 "loss_multiplier": trajectory.loss_multiplier,
                 **({"images": images} if any(images := [_image_records(each) for each in segments]) else {}),
+                **({"thumbnails": small} if (small := _thumbnails(trajectory, shown)) else {}),
             }
         )
     return records
@@ -177,6 +179,16 @@ def _mixed_versions(sampled: Sequence[Mapping[str, Any]]) -> list[list[int] | No
 def _image_records(log: MessageLog) -> list[dict[str, Any]]:
     """The places of the images of a segment, without their tensors."""
     return [{"digest": image.digest, "start": image.start, "length": image.length} for image in images_of(log) or ()]
+
+
+def _thumbnails(trajectory: Trajectory, shown: set[str]) -> dict[str, str]:
+    """Thumbnails, by digest, of pictures that are no files and not among those `shown`, to which they are added."""
+    small = {
+        each.digest: each.thumbnail for each in trajectory.images() or () if isinstance(each, TextImage) and each.thumbnail
+    }
+    new = {digest: url for digest, url in small.items() if digest not in shown}
+    shown.update(new)
+    return new
 
 
 def _segment_record(log: MessageLog) -> dict[str, Any]:
