@@ -66,6 +66,7 @@ def test_the_tokens_that_filters_keep_are_part_of_the_plan(overrides, expected):
     assert process.phases[process.peak_phase].get("kept tokens") == expected
 
 
+@pytest.mark.slow
 def test_pictures_of_the_data_are_part_of_the_plan_and_rows_that_cannot_be_read_are_named(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
 

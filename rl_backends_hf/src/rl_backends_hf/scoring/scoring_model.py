@@ -200,9 +200,13 @@ def _register_classifier(config: PretrainedConfig) -> None:
         del self.lm_head
         setattr(self, HEAD_NAME, nn.Linear(config.get_text_config(decoder=True).hidden_size, config.num_labels, bias=False))
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> SequenceClassifierOutputWithPast:
-        hidden = self.base_model(*args, **{**kwargs, "return_dict": True}).last_hidden_state
-        return SequenceClassifierOutputWithPast(logits=getattr(self, HEAD_NAME)(hidden))
+    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> SequenceClassifierOutputWithPast:
+        hidden = self.base_model(input_ids=input_ids, **{**kwargs, "return_dict": True}).last_hidden_state
+        padding, columns = self.config.get_text_config(decoder=True).pad_token_id, torch.arange(input_ids.shape[1])
+        is_token = torch.ones_like(input_ids) if padding is None else (input_ids != padding).int()
+        last = (is_token * columns.to(input_ids.device)).argmax(dim=-1)  # as Transformers' own classifiers
+        logits = getattr(self, HEAD_NAME)(hidden)[torch.arange(len(last), device=last.device), last]
+        return SequenceClassifierOutputWithPast(logits=logits)
 
     own = {"__init__": build, "forward": forward, "_tied_weights_keys": {}, "get_output_embeddings": lambda _: None}
     name = f"{kind.__name__.removesuffix('Config')}{CLASSIFIER}"
