@@ -64,7 +64,7 @@ def test_activations_and_temporary_tensors_are_those_that_torch_tracks(model_fol
     assert counted == pytest.approx(tracked_by_torch(config), rel=0.03)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
 def test_what_a_vision_tower_computes_of_pictures_is_that_of_real_ones(vlm_folder, family):
     config = make_config(vlm_folder(family))
     row = tiny_vlms.row(family, [tiny_vlms.words(1, 5), 0, tiny_vlms.words(2, 30)])

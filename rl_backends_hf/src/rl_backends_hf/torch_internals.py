@@ -69,7 +69,7 @@ def without_data() -> Any:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             if self.computes and not any(isinstance(each, FakeTensor) for each in tensors):
                 return func(*args, **(kwargs or {}))
-            if self.computes and func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            if self.computes and torch.Tag.data_dependent_output in func.tags and args[0].dtype == torch.bool:
                 return True
             if func is torch.ops.aten.index.Tensor:
                 [first, *others] = args[1]

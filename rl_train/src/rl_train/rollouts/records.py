@@ -182,7 +182,7 @@ def _image_records(log: MessageLog) -> list[dict[str, Any]]:
 
 
 def _thumbnails(trajectory: Trajectory, shown: set[str]) -> dict[str, str]:
-    """Thumbnails, by digest, of pictures that are no files and not among those `shown`, to which they are added."""
+    """Thumbnails, by digest, of pictures without a file that are not among those `shown`, to which they are added."""
     small = {
         each.digest: each.thumbnail for each in trajectory.images() or () if isinstance(each, TextImage) and each.thumbnail
     }
