@@ -59,6 +59,8 @@ class Run:
     """The critic, trained together with the policy."""
     teacher: ColocatablePolicyInterface | None = None
     """Teacher model. Frozen and offloaded to CPU memory when idle, or the policy itself."""
+    teachers: Mapping[str, ColocatablePolicyInterface] = field(default_factory=dict)
+    """Instead of `teacher`, the teacher of each task; tasks may share one."""
     teacher_prompts: TeacherPrompts | None = None
     """Writes the prompts of the teacher; None if it reads those of the policy."""
     generation: GenerationInterface | None = None

@@ -22,11 +22,12 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
+from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.testing.outputs.models import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.schedule import stale_mask
 from rl_train.rollouts.source import Selection
-from rl_train.rollouts.teacher_rows import rows_of_teacher
+from rl_train.rollouts.teacher_rows import teacher_scores
 from rl_train.rollouts.trajectory import join_segments, optimizer_batches, rollout_means, split_segments
 from rl_train.run import Run
 from rl_train.validate import validate as validate
@@ -84,17 +85,19 @@ def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     needed = run.loss_fn.required_keys | frozenset(also)
     rows = split_segments(batch)
     found: dict[str, torch.Tensor] = {}
-    if run.teacher is not None:
-        run.free_memory_for(run.teacher)
-        seen = rows_of_teacher(rows, run.teacher_prompts)
-        if run.loss_fn.candidates_key is not None:
-            topk = scored(run.teacher.get_topk_logprobs, seen.rows, run.config.loss_fn.num_candidates)
-            found["teacher_topk_token_ids"] = seen.aligned(topk["topk_token_ids"])
-            found["teacher_topk_logprobs"] = seen.aligned(topk["topk_logprobs"])
-        if "teacher_logprobs" in needed:
-            found["teacher_logprobs"] = seen.aligned(scored(run.teacher.get_logprobs, seen.rows)["logprobs"])
-        if seen.sample_mask is not None:
-            found["sample_mask"] = seen.sample_mask
+    if run.teacher is not None or run.teachers:
+
+        def scores_of(teacher: ColocatablePolicyInterface, own: Batch) -> dict[str, torch.Tensor]:
+            run.free_memory_for(teacher)
+            scores: dict[str, torch.Tensor] = {}
+            if run.loss_fn.candidates_key is not None:
+                scores.update(scored(teacher.get_topk_logprobs, own, run.config.loss_fn.num_candidates))
+            if "teacher_logprobs" in needed:
+                scores.update(scored(teacher.get_logprobs, own))
+            return scores
+
+        teachers = run.teachers if run.teacher is None else run.teacher
+        found |= teacher_scores(rows, teachers, run.teacher_prompts, scores_of=scores_of)
     run.free_memory_for(run.policy)
     if "prev_logprobs" in needed:
         found["prev_logprobs"] = scored(run.policy.get_logprobs, rows)["logprobs"]

@@ -111,6 +111,65 @@ def test_the_policy_is_its_own_teacher_only_with_another_prompt(files):
     assert needs.teacher_prompt.template == "{question} {solution}"
 
 
+OF_TASKS = "teachers:\n  math: {backend: hf, model_name: some/teacher}\n  code: {backend: hf, model_name: other/teacher}\n"
+
+
+def test_each_task_may_have_its_own_teacher(files):
+    loaded = files.load(DISTILLATION.replace(TEACHER, OF_TASKS))
+    assert loaded.run.teacher is None
+    assert {task: (each.model_name, each.head, each.frozen) for task, each in loaded.run.teachers.items()} == {
+        "math": ("some/teacher", "tokens", True),
+        "code": ("other/teacher", "tokens", True),
+    }
+    assert files.load(loaded.to_yaml()).run == loaded.run
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("teachers:", f"{TEACHER}teachers:", "teachers: `teacher` scores all rows, and `teachers.<task>` those of one task"),
+        (
+            "data:\n",
+            "env:\n  maths: {name: arithmetic}\n  code: {name: arithmetic}\ndata:\n",
+            "teachers: no teacher scores the rows of the task 'maths'. Did you mean 'math'? Add a section teachers.maths",
+        ),
+        (
+            "data:\n",
+            "env:\n  maths: {name: arithmetic}\n  code: {name: arithmetic}\ndata:\n",
+            "config.yaml:12:9: teachers.math: `env` has no task 'math'. Did you mean 'maths'? Tasks in `env`: maths, code",
+        ),
+        (
+            "arithmetic}",
+            "arithmetic, task_name: codes}",
+            "data.train.task_name: `teachers` has no task 'codes'. Did you mean 'code'? Tasks in `teachers`: math, code.",
+        ),
+        (
+            "other/teacher}",
+            "other/teacher, frozen: false}",
+            "config.yaml:13:58: teachers.code.frozen: must be true for a teacher",
+        ),
+        ("other/teacher}", "other/teacher, generation: {backend: hf}}", "teachers.code.generation: a teacher does not sample"),
+        ("other/teacher}", "other/teacher, modle_name: x}", "teachers.code has no key 'modle_name'"),
+        (
+            "other/teacher}",
+            "other/teacher, max_total_sequence_length: 8}",
+            "teachers.code.max_total_sequence_length: 8 tokens are too few for the policy's rows",
+        ),
+        ("code: {backend: hf", "code: {backend: plain", "is not supported by teachers.code"),
+        ("code: {backend: hf, ", "code: {", "teachers.code.backend is required"),
+        (
+            STEP,
+            f"{STEP}\n  teacher_weights: current\n  teacher_prompt: '{{question}}'",
+            "teachers: distillation does not use a teacher: remove the section",
+        ),
+    ],
+)
+def test_invalid_teachers_of_tasks_are_reported_with_their_line(files, old, new, says):
+    text = DISTILLATION.replace(TEACHER, OF_TASKS)
+    assert old in text
+    assert says in "\n".join(files.errors(text.replace(old, new, 1)))
+
+
 def test_a_teachers_prompt_is_a_setting_of_distillation_alone(files, good):
     assert "teacher_prompt" in files.errors(good.replace("grpo:", "grpo:\n  teacher_prompt: a"))[0]
 

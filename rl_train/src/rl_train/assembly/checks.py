@@ -21,9 +21,8 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Capability, Kind, did_you_mean, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import Source
-from rl_train.config.rules.models import models_of
+from rl_train.config.rules.models import companions_of, model_path, models_of
 from rl_train.config.schema import RunConfig
-from rl_train.config.slots import COMPANIONS
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location
 from rl_train.data.images import image_settings
@@ -51,7 +50,7 @@ def refuse_backends_without_images(config: RunConfig, registry: Registry, *, tra
         ConfigError: one of them cannot.
     """
     used: list[tuple[KeyPath, Kind, str]] = [
-        ((name,), Kind.POLICY, model.backend) for name, model in models_of(config).items() if trains
+        (model_path(name), Kind.POLICY, model.backend) for name, model in models_of(config).items() if trains
     ]
     if config.policy.generation is not None and (config.algorithm.runtime_needs.samples or not trains):
         used.append((("policy", "generation"), Kind.GENERATION, config.policy.generation.backend))
@@ -80,7 +79,7 @@ def refuse_other_image_processors(config: RunConfig, tokenizer: Any) -> None:
     Raises:
         ConfigError: a companion has another image processor.
     """
-    others = {name: model.model_name for name in COMPANIONS if (model := getattr(config, name)) is not None}
+    others = {name: model.model_name for name, model in companions_of(config).items()}
     for name, model in others.items():
         if model != config.policy.model_name and image_settings(model, tokenizer) != image_settings(
             config.policy.model_name, tokenizer
@@ -98,9 +97,8 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
     Raises:
         ConfigError: a companion's tokenizer has other tokens or ids.
     """
-    for name in COMPANIONS:
-        section = getattr(config, name)
-        if section is None or section.model_name == config.policy.model_name:
+    for name, section in companions_of(config).items():
+        if section.model_name == config.policy.model_name:
             continue
         with with_key(f"{name}.{tokenizer_key(section)}"):
             own = load_tokenizer(section.tokenizer.name or section.model_name, model_name=section.model_name).get_vocab()
@@ -146,18 +144,21 @@ def embedding_rows(model: PolicyConfig) -> int | None:
     return size
 
 
-def with_rows_of_policy(teacher: PolicyConfig, policy: PolicyConfig) -> PolicyConfig:
-    """The section of a teacher whose unused rows are those that the policy does not have. Both have the same tokenizer."""
-    theirs, ours = embedding_rows(teacher), embedding_rows(policy)
-    if teacher.vocab_size is not None or theirs is None or ours is None or theirs <= ours:
-        return teacher
+def with_rows_of_policy(model: PolicyConfig, policy: PolicyConfig, *, name: str) -> PolicyConfig:
+    """The section of a model; that of a teacher without the rows that the policy does not have. Both have one tokenizer."""
+    if not name.startswith("teacher"):
+        return model
+    theirs, ours = embedding_rows(model), embedding_rows(policy)
+    if model.vocab_size is not None or theirs is None or ours is None or theirs <= ours:
+        return model
     _log.info(
-        "the teacher's LM head has %d rows, and the policy's %d: its log-probabilities are normalized over the first %d",
+        "the LM head of `%s` has %d rows, and the policy's %d: its log-probabilities are normalized over the first %d",
+        name,
         theirs,
         ours,
         ours,
     )
-    return teacher.model_copy(update={"vocab_size": ours})
+    return model.model_copy(update={"vocab_size": ours})
 
 
 def tokenizer_problems(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:
@@ -192,7 +193,9 @@ def _tokenizer_path(config: RunConfig) -> KeyPath:
 def tensor_problems(config: RunConfig) -> Iterator[Problem]:
     """Local models of which the files lack tensors, or have others than their config describes; reads only headers."""
     engine = config.policy.generation
-    models: list[tuple[KeyPath, Any]] = [((name, "model_name"), model) for name, model in models_of(config).items()]
+    models: list[tuple[KeyPath, Any]] = [
+        ((*model_path(name), "model_name"), model) for name, model in models_of(config).items()
+    ]
     if engine is not None and engine.model_name is not None:
         models.append((("policy", "generation", "model_name"), engine))
     checked = set()
@@ -263,7 +266,7 @@ def _lengths(config: RunConfig) -> Iterator[tuple[KeyPath, int, str, Section]]:
     """The configured lengths: the key, the length, the name of the model, and the section that loads it."""
     generation = config.policy.generation
     for name, model in models_of(config).items():
-        yield (name, "max_total_sequence_length"), model.max_total_sequence_length, model.model_name, model
+        yield (*model_path(name), "max_total_sequence_length"), model.max_total_sequence_length, model.model_name, model
     if generation is not None and not generation.has_own_weights:
         loaded_as = config.policy if generation.model_name is None else generation
         for path, length in _own_lengths(generation):

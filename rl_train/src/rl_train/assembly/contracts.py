@@ -131,7 +131,7 @@ def kind_problem(component: Any, kind: Kind | None) -> str | None:
 
 
 def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights: bool = False) -> dict[str, Contract]:
-    """The contracts of the models and the engine of a run, by section: `policy`, `value`, `teacher`, `policy.generation`.
+    """The contracts of the models and the engine of a run: `policy`, `value`, `teacher`, `teachers`, `policy.generation`.
 
     Args:
         run: the config.
@@ -156,10 +156,12 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
         policy += teacher
     base = ColocatablePolicyInterface if samples else PolicyInterface
     scalar = run.policy.head == "scalar"
+    of_teacher = Contract(bases=(ColocatablePolicyInterface,), methods=tuple(teacher))
     contracts = {
         "policy": Contract(bases=(TrainableInterface,) if scalar else (base,), methods=tuple(policy)),
         "value": Contract(bases=(ValueInterface,), methods=("train", *saved)),
-        "teacher": Contract(bases=(ColocatablePolicyInterface,), methods=tuple(teacher)),
+        "teacher": of_teacher,
+        "teachers": of_teacher,
         "policy.generation": Contract(bases=(GenerationInterface,), methods=() if own_weights else _REFIT),
     }
     return {name: replace(contract, caller=run.algorithm_name) for name, contract in contracts.items()}

@@ -14,6 +14,7 @@ from typing import Any
 from rl_core.config.schema import DatasetConfig
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.registry import Registry
+from rl_train.config.rules.run import tasks_of
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.arrow_rows import ConcatDataset
 from rl_train.data.conversations import begun_answer, without_answer
@@ -38,6 +39,7 @@ from rl_train.tools.task_tools import TaskTools
 
 _log = logging.getLogger("rlcore")
 _FIRST_ROWS = 100
+_NO_TASKS: tuple[str, Collection[str]] = ("env", ())
 """Rows in which a final message of the assistant is looked for."""
 
 
@@ -213,7 +215,7 @@ def prompt_loader(
         return prompt_datum(prompt, idx=idx, **limits)
 
     limits = {**_limits(run, tokenizer), "max_length": prompt_limit}
-    return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
+    return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=tasks_of(run))
 
 
 def _warn_of_left_out_answers(source: Source) -> None:
@@ -237,7 +239,8 @@ def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch
             raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of conversations, not of preferences")
         return conversation_datum(record, idx=idx, only_unmask_final=only_final, **limits)
 
-    return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
+    how: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "is_trained": True}
+    return _loader(source, run, process, _limits(run, tokenizer), tasks=tasks_of(run) if run.teachers else _NO_TASKS, **how)
 
 
 def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
@@ -263,7 +266,7 @@ def _loader(
     *,
     batch_size: int,
     shuffle: bool,
-    tasks: Collection[str] = (),
+    tasks: tuple[str, Collection[str]] = _NO_TASKS,
     is_trained: bool = False,
 ) -> BatchedDataLoader:
     def tokenized(one: Source) -> TokenizedRows:
@@ -317,9 +320,17 @@ def _fingerprint(source: Source) -> str | None:
     return None if None in members.values() else " ".join(f"{name} {members[name]}" for name in sorted(members))
 
 
-def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str], checked: int) -> TokenizedRows:
+def _tokenized(source: Source, process: Callable[..., Any], tasks: tuple[str, Collection[str]], checked: int) -> TokenizedRows:
     """The rows of one dataset. If bad rows are skipped, all rows are tokenized now to find them."""
-    choice = choose_tasks(source.records, fixed=source.task_name, known=tasks, name=source.name, component=source.component)
+    section, known = tasks
+    choice = choose_tasks(
+        source.records,
+        fixed=source.task_name,
+        known=known,
+        section=section,
+        name=source.name,
+        component=source.component,
+    )
     rows = TokenizedRows(source.records, process, tasks=choice, name=source.name)
     if source.on_bad_row is OnBadRow.ERROR:
         # Reports a wrong record format or chat template before a worker starts; if there is one, with all rows like it.

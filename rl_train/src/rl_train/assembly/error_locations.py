@@ -72,8 +72,9 @@ def _section_of(group: str) -> KeyPath | None:
     """The section that configures a worker group."""
     if group == "generation":
         return ("policy", "generation")
-    if group.startswith("env."):
-        return ("env", group.removeprefix("env."))
+    section, _, task = group.partition(".")
+    if section in ("env", "teachers") and task:
+        return (section, task)
     return (group,) if group in ("policy", *COMPANIONS) else None
 
 

@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import capabilities_of
-from rl_train.config.rules.models import models_of
+from rl_train.config.rules.models import models_of, with_models
 from rl_train.config.rules.rollouts import default_transports, why_merged
 from rl_train.config.schema import RunConfig
 
@@ -68,7 +68,7 @@ def resolve_precision(run: RunConfig, cluster: RayVirtualCluster | None) -> RunC
     # A backend's own keys are resolved by its workers, because a checkpoint may have their values.
     precision = next(iter(unset.values())).for_devices(Devices(use_gpus=use_gpus, have_bfloat16=has_bfloat16)).precision
     _log.info("precision of %s: %s, chosen for the devices", ", ".join(unset), precision)
-    return run.model_copy(update={name: model.model_copy(update={"precision": precision}) for name, model in unset.items()})
+    return with_models(run, {name: model.model_copy(update={"precision": precision}) for name, model in unset.items()})
 
 
 def resolve_adapters(run: RunConfig, registry: Registry) -> RunConfig:

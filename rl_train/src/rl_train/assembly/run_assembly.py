@@ -28,6 +28,7 @@ from rl_core.weights.adapters import LORA_B, is_adapter
 from rl_core.weights.fingerprint import tensor_digests
 from rl_core.weights.manifest import dtype_of
 from rl_train.algorithms.estimators import make_estimator
+from rl_train.algorithms.losses.distillation import DistillationLossFn
 from rl_train.algorithms.policy_configs import GRPOConfig
 from rl_train.assembly.checks import warn_about_engine_limit
 from rl_train.assembly.contracts import capabilities_of
@@ -43,12 +44,12 @@ from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.store import TimeLimit
 from rl_train.config.algorithm import RolloutNeeds
 from rl_train.config.loader import LoadedConfig, device_values, load_config, precisions_of, with_precisions
+from rl_train.config.rules.models import loaded_models
 from rl_train.config.rules.ranking import can_be_ranked
 from rl_train.config.rules.rule import CheckedConfig, Use
 from rl_train.config.rules.run import ENGINE_SHARES_GPUS
 from rl_train.config.schedules import schedule_lengths
 from rl_train.config.schema import RunConfig, parse_duration
-from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.messages import DatumSpec, images_of
 from rl_train.metrics.logger import make_loggers
@@ -100,7 +101,7 @@ def build_run(
     seed_process(config.algorithm.seed)
     compared = compared_config(loaded, inputs_of(loaded, prepared) if config.checkpointing.enabled else {})
     before_models(config, compared)
-    groups = 1 + (not config.engine_has_own_resources) + sum(getattr(config, name) is not None for name in COMPANIONS)
+    groups = len(loaded_models(config)) + (not config.engine_has_own_resources)
     with with_key("cluster"):
         cluster = make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
     config = resolve_precision(config, cluster)
@@ -160,13 +161,14 @@ def assemble_run(
     """
     config, loaders = builder.run, prepared.loaders
     needs = config.algorithm.runtime_needs
-    companions = tuple(workers.companions.values())
+    companions = tuple(dict.fromkeys(workers.companions.values()))
     run = Run(
         config=config,
         folder=folder,
         policy=workers.policy,
         value=workers.companions.get("value"),
         teacher=workers.policy if needs.teaches_itself else workers.companions.get("teacher"),
+        teachers={task: workers.companions[f"teachers.{task}"] for task in config.teachers},
         teacher_prompts=TeacherPrompts.of_run(config, prepared.tokenizer),
         generation=workers.generation,
         loss_fn=loss_fn,
@@ -182,6 +184,8 @@ def assemble_run(
     )
     if isinstance(config.algorithm, GRPOConfig):
         run.estimator = make_estimator(config.algorithm.adv_estimator)
+    if isinstance(loss_fn, DistillationLossFn):
+        loss_fn.teachers = tuple(config.teachers)
     collector = None
     if workers.generation is not None:
         run.memory = _device_memory(builder, workers)
@@ -212,7 +216,7 @@ def _device_memory(builder: Builder, workers: Workers) -> DeviceMemory:
     return DeviceMemory(
         workers.policy,
         workers.generation if config.rollout.max_staleness == 0 else None,  # otherwise, rows are always in progress
-        companions=tuple(workers.companions.values()),
+        companions=tuple(dict.fromkeys(workers.companions.values())),
         limited=builder.takes_turns,
         both_fit=config.engine_has_own_resources or (builder.shares_gpus and not builder.takes_turns),
     )

@@ -26,9 +26,9 @@ from rl_core.testing.environments.checks import constructor_config, first_argume
 from rl_train.assembly.checks import with_rows_of_policy
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_adapters, resolve_precision
+from rl_train.config.rules.models import companions_of, shared_models
 from rl_train.config.schedules import with_schedule_lengths
 from rl_train.config.schema import RunConfig
-from rl_train.config.slots import COMPANIONS
 from rl_train.errors import reporting_errors
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.component_probe import check_environment_class
@@ -114,7 +114,7 @@ class Builder:
 
     def _start_on_gpus(self, *, samples: bool) -> Workers:
         policy, generation = self.policy_and_engine() if samples else (self.policy(), None)
-        if any(getattr(self.run, name) is not None for name in COMPANIONS):
+        if companions_of(self.run):
             policy.offload_after_refit()  # a companion needs the same memory to load
         environments, companions = self.environments() if samples else {}, self.companions()
         return Workers(policy=policy, generation=generation, environments=environments, companions=companions)
@@ -154,15 +154,17 @@ class Builder:
         return policy
 
     def companions(self) -> dict[str, DistributedPolicy]:
-        """The companion models, by section; they load in the background.
+        """The companion models, by section; they load in the background. Equal sections share a model.
 
         They score tokens at the policy's temperature.
         """
         run = with_schedule_lengths(self.run)
-        sections = {name: section for name in COMPANIONS if (section := getattr(run, name)) is not None}
-        if "teacher" in sections:
-            sections["teacher"] = with_rows_of_policy(sections["teacher"], run.policy)
-        return {name: self._model(f"{name}.backend", section, name=name) for name, section in sections.items()}
+        sections, first = companions_of(run), shared_models(companions_of(run))
+        models = {
+            name: self._model(f"{name}.backend", with_rows_of_policy(sections[name], run.policy, name=name), name=name)
+            for name in dict.fromkeys(first.values())
+        }
+        return {name: models[first[name]] for name in sections}
 
     @property
     def temperature(self) -> float:

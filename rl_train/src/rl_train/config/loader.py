@@ -9,8 +9,11 @@ Keys whose null stands for a value that depends on the devices of a run, or on t
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +28,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.foreign_names import INSTEAD
 from rl_train.config.rules import RULES
-from rl_train.config.rules.models import models_of
+from rl_train.config.rules.models import model_path, models_of, with_models
 from rl_train.config.rules.rule import (
     CheckedConfig,
     Rule,
@@ -340,7 +343,8 @@ def _of_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> dict
     if layout.algorithm in of:
         of |= {"algorithm_name": layout.algorithm, "algorithm": of[layout.algorithm]}
     of |= {
-        name: {str(path[1]): section for path, section in sections.items() if path[0] == name} for name in ("env", *WITH_NAMES)
+        name: {str(path[1]): section for path, section in sections.items() if path[0] == name}
+        for name in ("env", "teachers", *WITH_NAMES)
     }
     return {name: of[name] for name in RunConfig.model_fields if name in of}
 
@@ -368,7 +372,7 @@ _ENGINE = ("policy", "generation")
 def device_values(run: RunConfig, devices: Devices) -> dict[KeyPath, Any]:
     """The values on some devices of keys that are null, by key."""
     engine = run.policy.generation
-    sections: dict[KeyPath, Any] = {(name,): model for name, model in models_of(run).items()}
+    sections: dict[KeyPath, Any] = {model_path(name): model for name, model in models_of(run).items()}
     sections |= {_ENGINE: engine} if engine is not None else {}
     filled = (_added(path, section, section.for_devices(devices)) for path, section in sections.items())
     return {key: value for values in filled for key, value in values.items()}
@@ -393,17 +397,17 @@ def precisions_of(run: RunConfig) -> dict[str, str | None]:
     return {name: model.precision for name, model in models_of(run).items()}
 
 
-def saved_precisions(config: Mapping[str, Any]) -> dict[str, str | None]:
+def saved_precisions(config: dict[str, Any]) -> dict[str, str | None]:
     """The same of the config of a checkpoint."""
-    return {name: section.get("precision") for name, section in config.items() if isinstance(section, Mapping)}
+    teachers = {f"teachers.{task}": section for task, section in (config.get("teachers") or {}).items()}
+    return {name: section.get("precision") for name, section in (config | teachers).items() if isinstance(section, Mapping)}
 
 
 def with_precisions(loaded: LoadedConfig, precisions: Mapping[str, str | None]) -> LoadedConfig:
     """The config with the `precision` of models that do not set it, by section."""
     unset = {name: model for name, model in models_of(loaded.run).items() if model.precision is None and precisions.get(name)}
     sections = {name: model.model_copy(update={"precision": precisions[name]}) for name, model in unset.items()}
-    resolved, redacted = (
-        {**values, **{name: {**values[name], "precision": precisions[name]} for name in unset}}
-        for values in (loaded.resolved, loaded.redacted)
-    )
-    return replace(loaded, run=loaded.run.model_copy(update=sections), resolved=resolved, redacted=redacted)
+    resolved, redacted = copy.deepcopy((loaded.resolved, loaded.redacted))
+    for values, name in itertools.product((resolved, redacted), unset):
+        reduce(getitem, model_path(name), values)["precision"] = precisions[name]
+    return replace(loaded, run=with_models(loaded.run, sections), resolved=resolved, redacted=redacted)

@@ -360,6 +360,8 @@ class RunConfig(Section):
     """The value model, configured like the policy; its head is scalar."""
     teacher: PolicyConfig | None = None
     """The teacher model, configured like the policy; it is never trained."""
+    teachers: dict[str, PolicyConfig] = Field(default_factory=dict)
+    """Instead of `teacher`: the teacher of the rows of each task, by its name. Equal sections share a model."""
     data: DataConfig
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

@@ -62,6 +62,7 @@ SLOTS = (
     Slot(path=("policy", "generation"), kind=Kind.GENERATION, selector="backend"),
     Slot(path=("value",), kind=Kind.POLICY, selector="backend", implied={"head": "scalar", "frozen": False}),
     Slot(path=("teacher",), kind=Kind.POLICY, selector="backend", implied={"head": "tokens", "frozen": True}),
+    Slot(path=("teachers", ANY), kind=Kind.POLICY, selector="backend", implied={"head": "tokens", "frozen": True}),
     Slot(path=("data", "train"), kind=Kind.DATASET, selector="dataset_name"),
     Slot(path=("data", "validation"), kind=Kind.DATASET, selector="dataset_name"),
     Slot(path=("data", "validation_sets", ANY), kind=Kind.DATASET, selector="dataset_name"),
@@ -80,7 +81,7 @@ SLOTS = (
 WITH_NAMES = ("callbacks",)
 """Sections of the runtime that hold sections with names that the user chooses."""
 COMPANIONS = {str(slot.path[0]): slot.implied for slot in SLOTS if slot.kind is Kind.POLICY and slot.implied}
-"""Sections of models in addition to the policy, with the values that each implies."""
+"""Sections of models in addition to the policy, with the values that each implies; `teachers` has a section for each task."""
 FUNCTION_KEYS = tuple(key for slot in SLOTS for key, name in slot.selected_by.items() if name == FUNCTIONS)
 """Keys of `env.<task>` that select the environment `FUNCTIONS`."""
 

@@ -21,11 +21,13 @@ class TaskChoice:
     Attributes:
         fixed: task of all records; None if each record has its own.
         known: tasks of the run; empty if nothing is scored, so that names are not checked.
+        section: section of the config that names the tasks of the run.
         replaced: name in the records that stands for the only task of the run.
     """
 
     fixed: str | None = None
     known: Collection[str] = ()
+    section: str = "env"
     replaced: str | None = None
 
     def of_record(self, named: str | None) -> str | None:
@@ -40,8 +42,8 @@ class TaskChoice:
             return named
         if named in self.known and self.replaced is not None:
             raise DataError(
-                f"its task_name is {named!r}, but that of the first record is {self.replaced!r}, which `env` does not have. "
-                f"Add a section env.{self.replaced}, or correct the name"
+                f"its task_name is {named!r}, but that of the first record is {self.replaced!r}, which `{self.section}` does "
+                f"not have. Add a section {self.section}.{self.replaced}, or correct the name"
             )
         return next(iter(self.known)) if named in (*_UNNAMED, self.replaced) else named
 
@@ -56,40 +58,44 @@ class TaskChoice:
         tasks = ", ".join(self.known)
         if task in _UNNAMED:
             raise DataError(
-                f"it has no task_name, and `env` has several tasks ({tasks}): set `task_name` in the section of the dataset, "
-                "or in each record"
+                f"it has no task_name, and `{self.section}` has several tasks ({tasks}): set `task_name` in the section of the "
+                "dataset, or in each record"
             )
         raise DataError(
-            f"its task_name is {task!r}, but `env` has no such task. Tasks in `env`: {tasks}. Add a section env.{task}, or "
-            "correct the name"
+            f"its task_name is {task!r}, but `{self.section}` has no such task. Tasks in `{self.section}`: {tasks}. Add a "
+            f"section {self.section}.{task}, or correct the name"
         )
 
 
-def choose_tasks(records: Any, *, fixed: str | None, known: Collection[str], name: str, component: str | None) -> TaskChoice:
+def choose_tasks(
+    records: Any, *, fixed: str | None, known: Collection[str], section: str, name: str, component: str | None
+) -> TaskChoice:
     """Choose how the records of a dataset get their tasks.
 
     Args:
         records: map-style dataset of records.
         fixed: task that its section sets.
         known: tasks of the run.
+        section: section of the config that names them.
         name: name of the dataset in warnings.
         component: its component, whose records may name a task of that name; None if it has none.
     """
     if fixed is not None or len(known) != 1 or not len(records):
-        return TaskChoice(fixed=fixed, known=known)
+        return TaskChoice(fixed=fixed, known=known, section=section)
     try:
         first = records[0].get("task_name")
     except DataError:  # a bad row, which is reported or skipped when it is tokenized
         first = None
     if first in (*_UNNAMED, *known):
-        return TaskChoice(known=known)
+        return TaskChoice(known=known, section=section)
     if first != component:
         _log.warning(
-            "the rows of %s name the task %r, which `env` does not have: its only task, %r, scores them. Set `task_name: %s` "
+            "the rows of %s name the task %r, which `%s` does not have: its only task, %r, scores them. Set `task_name: %s` "
             "in the section of the dataset if this is intended.",
             name,
             first,
+            section,
             *known,
             *known,
         )
-    return TaskChoice(known=known, replaced=first)
+    return TaskChoice(known=known, section=section, replaced=first)

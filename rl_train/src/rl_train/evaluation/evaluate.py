@@ -289,7 +289,7 @@ def _facts(loaded: LoadedConfig, validation_set: str | None, registry: Registry)
         unused = {"validation_sets": {validation_set: config.data.validation_sets[validation_set]}, "validation": None}
     if validation_set is not None or config.data.split is None:
         unused |= {"split": None, "train": None, "mix": {}}
-    run = config.model_copy(update={"data": config.data.model_copy(update=unused), **dict.fromkeys(COMPANIONS)})
+    run = config.model_copy(update={"data": config.data.model_copy(update=unused), **dict.fromkeys(COMPANIONS), "teachers": {}})
     sections = {path: loaded.layout.sections[path] for path, _ in sections_of(run, trains=False)}
     checked = CheckedConfig(run=run, registry=registry, use=Use.EVAL, layout=replace(loaded.layout, sections=sections))
     return RunFacts.of(checked, located=loaded, prepared=Preparation(run, registry, datasets=run.data))

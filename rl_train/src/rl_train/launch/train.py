@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.tokenizer import decode
 from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.plugins.manager import PluginManager, discover
@@ -23,10 +24,10 @@ from rl_train.checkpoints.manifest import read_state
 from rl_train.checkpoints.state import resumable_state
 from rl_train.config.loader import LoadedConfig, load_config, precisions_of, saved_precisions, with_precisions
 from rl_train.config.rules.components import validates
+from rl_train.config.rules.models import loaded_models
 from rl_train.config.rules.rule import Stage
 from rl_train.config.schedules import schedule_changes
 from rl_train.config.schema import RunConfig
-from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.control import add_callbacks, call_event, callbacks_of, keep_state, run_events
 from rl_train.launch.session import Session, open_session
@@ -230,10 +231,10 @@ def _move_later_checkpoints(run: Run, session: Session) -> None:
 
 def _worker_names(config: RunConfig, *, samples: bool) -> str:
     """The workers to be started, for the screen."""
-    models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)}
-    if samples:
+    models: dict[str, PolicyConfig | GenerationConfig] = {**loaded_models(config)}
+    if samples and config.policy.generation is not None:
         models["generation"] = config.policy.generation
-    named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
+    named = [f"{name} {section.backend}" for name, section in models.items()]
     return ", ".join([*named, *(f"env {task}" for task in config.env if samples)])
 
 
@@ -268,6 +269,7 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
         run.warnings.replay(row for row in iter_jsonl(run.folder / METRICS) if row["step"] <= run.first_step)
     teacher = None if run.teacher is run.policy else run.teacher
     components = {"policy": run.policy, "value": run.value, "teacher": teacher, "generation": run.generation}
+    components |= {f"teachers.{task}": each for task, each in run.teachers.items()}
     status.set_workers(components, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:

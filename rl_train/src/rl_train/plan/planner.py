@@ -22,7 +22,7 @@ from rl_core.weights.source import MOST_BYTES_ON_CPU
 from rl_train.assembly.parts import loss_of
 from rl_train.assembly.placement import resolve_adapters
 from rl_train.assembly.preparation import Preparation
-from rl_train.config.rules.models import models_of
+from rl_train.config.rules.models import loaded_models, models_of, with_models
 from rl_train.config.schema import RunConfig
 from rl_train.data.images import num_bytes
 from rl_train.data.special_tokens import media_ids
@@ -170,12 +170,12 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
 def resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
     """The run with the defaults of its devices. That a GPU supports bfloat16 is assumed."""
     devices = Devices(use_gpus=on_gpu, have_bfloat16=on_gpu, trains=True)
-    models: dict[str, PolicyConfig] = {name: model.for_devices(devices) for name, model in models_of(run).items()}
+    models = {name: model.for_devices(devices) for name, model in models_of(run).items()}
     policy = models["policy"]
     if policy.generation is not None:
         engine = policy.generation.for_devices(devices).for_policy(policy)
         models["policy"] = policy.model_copy(update={"generation": engine})
-    return run.model_copy(update=models)
+    return with_models(run, models)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def _models(
 ) -> Iterator[_Component]:
     loss = loss_of(run, registry)
     nodes = max(1, run.cluster.num_nodes)
-    for name, model in models_of(run).items():
+    for name, model in loaded_models(run).items():
         planner = memory_planner(registry, "policy", model)
         if planner is None:
             undescribed.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")

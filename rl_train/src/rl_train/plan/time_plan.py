@@ -27,7 +27,7 @@ from rl_train.assembly.parts import loss_of
 from rl_train.assembly.run_assembly import build_run
 from rl_train.config.algorithm import RolloutNeeds
 from rl_train.config.loader import LoadedConfig
-from rl_train.config.rules.models import models_of
+from rl_train.config.rules.models import loaded_models
 from rl_train.config.schedules import OptimizerSteps, optimizer_steps
 from rl_train.config.schema import CheckpointingConfig, LoggingConfig, ProfilingConfig, RunConfig
 from rl_train.files import parse_size
@@ -89,7 +89,7 @@ def plan_time(
     components: dict[str, Callable[[], Mapping[str, float]]] = {}
     if generation is not None and rollouts is not None:
         components["rollout"] = partial(_sampling, run, registry, gpu, generation, rollouts, longest)
-    for name, model in models_of(run).items():
+    for name, model in loaded_models(run).items():
         components[f"passes of {name}"] = partial(_passes, run, registry, gpu, name, model)
     phases, reasons = dict[str, float](), dict[str, str]()
     for name, compute in components.items():
@@ -216,6 +216,8 @@ def _passes(run: RunConfig, registry: Registry, gpu: Gpu, name: str, model: Poli
     length, tokens = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), batch.rows * batch.length
     rows, scored = max(1, tokens // length), tokens
     count = -(-rows_of_step(run) // model.data_ranks(run.cluster)) * length / tokens
+    if name.startswith("teachers."):  # tasks are assumed to have equally many rows
+        count *= sum(each == model for each in run.teachers.values()) / len(run.teachers)
     if rollouts is not None:
         prompt = min(longest_prompt(run), length - 1)
         scored = rows * (length - prompt)

@@ -68,6 +68,8 @@ class TrainingBatches:
                 "sample_mask": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
             }
         )
+        if all("task_name" in datum for datum in datums):
+            rows["task_name"] = [datum["task_name"] for datum in datums]
         if "images" in flat:
             rows["images"] = flat["images"]
         return rows

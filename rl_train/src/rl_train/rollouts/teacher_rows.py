@@ -13,10 +13,10 @@ A function is called with a mapping of `question`, `completion`, `feedback`, `me
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -76,7 +76,7 @@ class TeacherPrompts:
         prompt: the template or function.
         algorithm: name of the algorithm's section, for errors.
         tokenizer: the policy's, with its chat template.
-        max_length: maximum number of tokens of the teacher's rows.
+        max_length: maximum number of tokens of the teacher's rows; a mapping by task if there are several teachers.
         on_too_long: how a longer row is handled.
 
     Raises:
@@ -84,7 +84,13 @@ class TeacherPrompts:
     """
 
     def __init__(
-        self, prompt: TeacherPrompt, *, algorithm: str, tokenizer: Any, max_length: int, on_too_long: OnTooLong
+        self,
+        prompt: TeacherPrompt,
+        *,
+        algorithm: str,
+        tokenizer: Any,
+        max_length: int | Mapping[str, int],
+        on_too_long: OnTooLong,
     ) -> None:
         self.key, self.max_length = f"{algorithm}.{prompt.key}", max_length
         self._tokenizer, self._on_too_long = tokenizer, on_too_long
@@ -101,7 +107,8 @@ class TeacherPrompts:
             prompt,
             algorithm=run.algorithm_name,
             tokenizer=tokenizer,
-            max_length=teacher.max_total_sequence_length,
+            max_length={task: section.max_total_sequence_length for task, section in run.teachers.items()}
+            or teacher.max_total_sequence_length,
             on_too_long=OnTooLong(run.data.on_long_prompt),
         )
 
@@ -115,10 +122,10 @@ class TeacherPrompts:
         """
         if self._template is None or not datums:
             return
-        lengths = [len(self._tokens(_sample(datum), datum)) for datum in datums]
-        too_long = [length for length in lengths if length >= self.max_length]
+        lengths = [(len(self._tokens(_sample(datum), datum)), self._limit(datum.get("task_name"))) for datum in datums]
+        too_long = [(length, limit) for length, limit in lengths if length >= limit]
         if too_long and (self._on_too_long is OnTooLong.ERROR or len(too_long) == len(lengths)):
-            raise self._too_long(max(too_long), f"{len(too_long)} of {len(lengths)} checked prompts of the teacher leave")
+            raise self._too_long(*max(too_long), f"{len(too_long)} of {len(lengths)} checked prompts of the teacher leave")
 
     def rows_of(self, rows: Batch) -> TeacherRows:
         """The rows of a step for the teacher. Rows that are masked or too long keep the prompt of the student, and are masked.
@@ -142,10 +149,11 @@ class TeacherPrompts:
                 starts[row] = start = int(trained[0])
                 sample["group"] = groups[int(rows["group_ids"][row])]
                 prompt = self._tokens(sample, {key: rows[key][row] for key in ("tools", "prefill") if key in rows}, known)
-                if len(prompt) + len(own) - start <= self.max_length:
+                limit = self._limit(rows["task_name"][row] if "task_name" in rows else None)
+                if len(prompt) + len(own) - start <= limit:
                     own, shifts[row] = torch.cat([prompt, own[start:]]), len(prompt) - start
                 elif self._on_too_long is OnTooLong.ERROR:
-                    raise self._too_long(len(prompt) + len(own) - start, "A row of the teacher has")
+                    raise self._too_long(len(prompt) + len(own) - start, limit, "A row of the teacher has")
                 else:
                     mask[row] = 0.0
             tokens.append(own)
@@ -186,9 +194,12 @@ class TeacherPrompts:
         number = _first_user(messages)
         return [*messages[:number], {**messages[number], "content": returned}, *messages[number + 1 :]]
 
-    def _too_long(self, length: int, what: str) -> ConfigError:
+    def _limit(self, task: str | None) -> int:
+        return self.max_length if isinstance(self.max_length, int) else self.max_length[str(task)]
+
+    def _too_long(self, length: int, limit: int, what: str) -> ConfigError:
         return ConfigError(
-            f"{what} {length} tokens, but {self.max_length} are allowed for prompt and answer. Raise "
+            f"{what} {length} tokens, but {limit} are allowed for prompt and answer. Raise "
             "teacher.max_total_sequence_length (policy.max_total_sequence_length with teacher_weights: current), shorten the "
             "teacher's prompt, or drop such rows (data.on_long_prompt: drop).",
             key=self.key,
@@ -198,6 +209,42 @@ class TeacherPrompts:
 def rows_of_teacher(rows: Batch, prompts: TeacherPrompts | None) -> TeacherRows:
     """The rows that a teacher scores: the student's, unless it reads other prompts."""
     return TeacherRows(rows=rows) if prompts is None else prompts.rows_of(rows)
+
+
+Teacher = TypeVar("Teacher")
+_SCORES = ("topk_token_ids", "topk_logprobs", "logprobs")
+
+
+def teacher_scores(
+    rows: Batch,
+    teachers: Teacher | Mapping[str, Teacher],
+    prompts: TeacherPrompts | None,
+    *,
+    scores_of: Callable[[Teacher, Batch], Mapping[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Columns of a batch with what teachers make of its rows, and `sample_mask` if they read other prompts.
+
+    Args:
+        rows: B rows.
+        teachers: the teacher, or the teacher of each task, which scores only the rows of that task.
+        prompts: writes their prompts; None if they read those of the student.
+        scores_of: the columns `logprobs`, or `topk_token_ids` and `topk_logprobs`, of a teacher for some of the rows.
+    """
+    seen, columns = rows_of_teacher(rows, prompts), dict[str, torch.Tensor]()
+    if not isinstance(teachers, Mapping):
+        columns |= scores_of(teachers, seen.rows)
+        numbers: dict[str, int] = {}
+    else:
+        numbers = {task: number for number, task in enumerate(teachers)}
+        models = [teachers[task] for task in rows["task_name"]]
+        for model in dict.fromkeys(models):
+            own = [row for row, each in enumerate(models) if each is model]
+            for name, values in scores_of(model, seen.rows.select_indices(own)).items():
+                columns.setdefault(name, values.new_zeros(len(models), *values.shape[1:]))[own] = values
+    scores = {f"teacher_{name}": seen.aligned(columns[name]) for name in _SCORES if name in columns}
+    if numbers:
+        scores["teacher_numbers"] = torch.tensor([numbers[task] for task in rows["task_name"]])
+    return scores if seen.sample_mask is None else scores | {"sample_mask": seen.sample_mask}
 
 
 _COLUMNS = ("message_log", "extra_env_info", "feedback", "rewards")

@@ -38,7 +38,6 @@ from rl_train.config.rules.components import validates
 from rl_train.config.rules.rollouts import own_weights_refused
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
-from rl_train.config.slots import COMPANIONS
 from rl_train.control import add_callbacks, call_event, keep_state, run_events
 from rl_train.data.processors import load_policy_tokenizer, with_text_settings
 from rl_train.metrics.jsonl import JsonlLogger
@@ -76,7 +75,7 @@ class Trainer:
         loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's default loss if None.
         generation: the engine, for algorithms that sample.
         value: the critic (a model with `head="scalar"`), for algorithms that have one.
-        teacher: the teacher, for algorithms that have one; it scores at the policy's temperature.
+        teacher: the teacher, for algorithms that have one; it scores at the policy's temperature. Or the teacher of each task.
         environments: one environment, or several by task name.
         reward_fns: functions that score completions, used instead of `environments`: one, several, or several by the names of
             their rewards; see `rl_train.rewards.functions`. They run in this process.
@@ -103,7 +102,7 @@ class Trainer:
         loss_fn: LossFunction | LossConfig | Mapping[str, Any] | None = None,
         generation: GenerationInterface | None = None,
         value: DistributedPolicy | None = None,
-        teacher: DistributedPolicy | None = None,
+        teacher: DistributedPolicy | Mapping[str, DistributedPolicy] | None = None,
         environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
         reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | None = None,
         reward_weights: Mapping[str, float] | None = None,
@@ -118,7 +117,10 @@ class Trainer:
         self._events = PluginManager()
         add_callbacks(self._events, self._callbacks)
         self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
-        self.value, self.teacher = value, teacher
+        teachers = dict(teacher) if isinstance(teacher, Mapping) else {}
+        self.value, self.teacher = value, None if isinstance(teacher, Mapping) else teacher
+        given = {"value": value, "teacher": self.teacher, **{f"teachers.{task}": model for task, model in teachers.items()}}
+        self._companions = {name: model for name, model in given.items() if model is not None}
         self._registry = Registry(discover())
         if reward_fns is not None and environments is not None:
             raise ConfigError("`reward_fns` and `environments` both score completions: pass one of them.")
@@ -187,7 +189,7 @@ class Trainer:
                     policy=self.policy,
                     generation=self.generation,
                     environments=self._environments,
-                    companions={name: model for name in COMPANIONS if (model := getattr(self, name)) is not None},
+                    companions=self._companions,
                 ),
                 prepared,
                 loss_fn=self._loss_fn,
@@ -225,7 +227,7 @@ class Trainer:
 
     def _move_to(self, cluster: RayVirtualCluster) -> None:
         """Move the models and the engine that are in this process to a cluster."""
-        components: tuple[Any, ...] = (self.policy, self.generation, self.value, self.teacher)
+        components: tuple[Any, ...] = (self.policy, self.generation, *self._companions.values())
         for component in components:
             if not (isinstance(component, WorkerFacade) and component.is_in_process):
                 continue
@@ -246,12 +248,14 @@ class Trainer:
             )
         rewards = () if self._functions is None else tuple(function.name for function in self._functions.functions)
         environment = _PythonEnvironment(reward_weights=self._reward_weights, names=rewards)
+        companions = {name: _companion_section(model) for name, model in self._companions.items()}
         sections = {
             self.algorithm: algorithm,
             "loss_fn": loss_fn,
             # The policy's own `generation` section only sets its scoring; samples come from the `generation` argument.
             "policy": policy.model_copy(update={"generation": getattr(self.generation, "config", None)}),
-            **{name: _companion_section(getattr(self, name)) for name in COMPANIONS},
+            **{name: section for name, section in companions.items() if "." not in name},
+            "teachers": {name.partition(".")[2]: section for name, section in companions.items() if "." in name},
             "env": dict.fromkeys(self._environments, environment),
             "rollout": rollout,
             "checkpointing": checkpointing or {"enabled": False},
@@ -270,11 +274,14 @@ class Trainer:
         if self.generation is not None and self.generation.has_own_weights:
             key = getattr(self.config.policy.generation, "weights_key", None)
             yield f"`generation`: {own_weights_refused(name, type(self.generation).__name__, key)}"
-        if ("teacher" in companions) != (self.teacher is not None):
-            yield f"{name} {'needs a teacher: pass' if self.teacher is None else 'does not use a teacher: remove'} `teacher`."
-        given = {"policy": self.policy, "value": self.value, "teacher": self.teacher, "policy.generation": self.generation}
-        for key, contract in model_contracts(self.config, self._loss_fn).items():
-            if given[key] is not None and (problem := contract.problem(type(given[key]))) is not None:
+        has_teacher = any(key.startswith("teacher") for key in self._companions)
+        if ("teacher" in companions) != has_teacher:
+            yield f"{name} {'does not use a teacher: remove' if has_teacher else 'needs a teacher: pass'} `teacher`."
+        given = {"policy": self.policy, "policy.generation": self.generation, **self._companions}
+        contracts = model_contracts(self.config, self._loss_fn)
+        for key, model in given.items():
+            contract = contracts[key if key == "policy.generation" else key.partition(".")[0]]
+            if model is not None and (problem := contract.problem(type(model))) is not None:
                 yield f"`{key.removeprefix('policy.')}`: {problem}"
         if "value" in companions and self.value is None:
             yield f"{name} has a critic: pass `value`, a model with head='scalar', to {trainer}."
@@ -295,7 +302,7 @@ class Trainer:
             if self.config.algorithm.needs_generation
             else f"{self.algorithm} does not sample, so it trains at temperature 1"
         )
-        for name, model in (("policy", self.policy), ("teacher", self.teacher)):
+        for name, model in {"policy": self.policy, **self._companions}.items():
             section = getattr(model, "config", None)
             if isinstance(section, PolicyConfig) and section.head == "tokens" and section.scoring_temperature != needed:
                 yield (

@@ -26,6 +26,7 @@ Notation: B rows, T tokens, K candidates; p is the teacher, q the student. All q
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NotSupportedError
 from rl_core.interfaces.policy import LossFunction, LossType
 from rl_train.algorithms.losses.config import DistillationLossConfig
-from rl_train.algorithms.losses.means import bounded_log_ratio, sequence_mean, token_mean
+from rl_train.algorithms.losses.means import bounded_log_ratio, divided_by_shares, sequence_mean, token_mean
 
 TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_token_ids", "teacher_topk_logprobs"
 CANDIDATES = "candidate_logprobs"
@@ -42,20 +43,31 @@ CANDIDATES = "candidate_logprobs"
 Metrics = dict[str, torch.Tensor]
 
 
+NUMBERS = "teacher_numbers"
+_BY_TEACHER = ("distillation/kl_forward", "distillation/kl_reverse", "distillation/kl_sampled")
+_SHARE = "distillation/tokens_frac/"
+
+
 class DistillationLossFn(LossFunction):
-    """The divergence of `DistillationLossConfig`, averaged over trained tokens (or over sequence means)."""
+    """The divergence of `DistillationLossConfig`, averaged over trained tokens (or over sequence means).
+
+    Attributes:
+        teachers: tasks of the teachers, whose number is in the batch, if metrics are also reported for each of them.
+    """
 
     def __init__(self, config: DistillationLossConfig | None = None) -> None:
         self.config = config or DistillationLossConfig()
         self.loss_type = LossType.TOKEN_LEVEL if self.config.token_level_loss else LossType.SEQUENCE_LEVEL
         self.candidates_key = TOPK_IDS if self.config.topk is not None else None
+        self.teachers: tuple[str, ...] = ()
 
     @property
     def required_keys(self) -> frozenset[str]:
         """Keys of the teacher's log-probabilities; for sampled tokens also the student's before the step, unless on-policy."""
+        several = frozenset({NUMBERS} if self.teachers else ())
         if self.config.topk is not None:
-            return frozenset({TOPK_IDS, TOPK_LOGPROBS})
-        return frozenset({"teacher_logprobs"} if self.on_policy else {"teacher_logprobs", "prev_logprobs"})
+            return several | {TOPK_IDS, TOPK_LOGPROBS}
+        return several | ({"teacher_logprobs"} if self.on_policy else {"teacher_logprobs", "prev_logprobs"})
 
     def __call__(
         self,
@@ -75,7 +87,18 @@ class DistillationLossFn(LossFunction):
         else:
             loss = sequence_mean(per_token, mask, global_valid_seqs)
         metrics["entropy/sampled"] = -next_token_logprobs
-        return loss, {name: token_mean(values.detach(), mask, global_valid_toks) for name, values in metrics.items()}
+        means = {name: token_mean(values.detach(), mask, global_valid_toks) for name, values in metrics.items()}
+        for number, name in enumerate(self.teachers):
+            own = mask * (data[NUMBERS] == number).unsqueeze(-1)
+            of_teacher = {f"{key}/{name}": metrics[key].detach() for key in _BY_TEACHER if key in metrics}
+            of_teacher[_SHARE + name] = torch.ones_like(mask)
+            means |= {key: token_mean(values, own, global_valid_toks) for key, values in of_teacher.items()}
+        return loss, means
+
+    def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The divergence from each of several teachers is a mean over the tokens that it scores."""
+        shares = {f"{key}/{name}": metrics.get(_SHARE + name, 0.0) for key in _BY_TEACHER for name in self.teachers}
+        return divided_by_shares(metrics, shares)
 
     def _of_candidates(self, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, Metrics]:
         """[B, T] the divergence at each position, and metrics [B, T]."""

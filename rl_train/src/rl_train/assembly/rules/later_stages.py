@@ -41,7 +41,7 @@ from rl_train.assembly.contracts import (
 from rl_train.assembly.error_locations import problem_in_section
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.rules.components import each_component, each_section, sampler_problems
-from rl_train.config.rules.models import MODELS, each_engine, each_interpreter, each_model, models_of
+from rl_train.config.rules.models import MODELS, each_engine, each_interpreter, each_model, model_path, models_of
 from rl_train.config.rules.rollouts import declares_own_weights, each_task, too_few_turns, unverified_weights
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, Stage, UnavailableError, Use, rule
 from rl_train.config.rules.run import schedule_problems, schedule_warnings
@@ -88,9 +88,9 @@ def policy_classes_keep_their_contract(config: RunFacts, name: str, model: Polic
         return
     named = () if name == "policy" else ("name",)
     contracts = model_contracts(config.run, _loss_of(config)) if config.use is Use.TRAIN else EVALUATION_CONTRACTS
-    contract = replace(contracts[name], arguments=(*MODEL_ARGUMENTS, *named))
+    contract = replace(contracts[name.partition(".")[0]], arguments=(*MODEL_ARGUMENTS, *named))
     if (problem := contract.problem(config.load(Kind.POLICY, model.backend))) is not None:
-        yield Problem((name, "backend"), problem)
+        yield Problem((*model_path(name), "backend"), problem)
 
 
 @rule("algorithm", "policy.generation.backend", stage=Stage.IMPORTED, applies_to=CONFIG_FILE)
@@ -162,7 +162,7 @@ def _each_source(config: RunFacts) -> Iterator[tuple[KeyPath, str]]:
     for name, model in models_of(config.run).items():
         with suppress(UnavailableError):  # the name itself is invalid
             source = model.tokenizer.name or model.model_name
-            sources.setdefault(source, (name, *tokenizer_key(model).split(".")))
+            sources.setdefault(source, (*model_path(name), *tokenizer_key(model).split(".")))
     yield from ((path, source) for source, path in sources.items())
 
 
@@ -198,7 +198,7 @@ def component_supports_what_it_names(config: RunFacts, path: KeyPath, section: C
     """What backends and other components check with torch or with the files of a model: `deep_conflicts` of their sections."""
     config.require_unreported((*path, "model_name"))
     for name, model in models_of(config.run).items():
-        if path[0] == name:
+        if path == model_path(name):
             config.require_model(name, model)
     if path == ("policy",) and not config.starts_policy:
         return

@@ -17,7 +17,7 @@ from rl_train.assembly.checks import tokenizer_key
 from rl_train.assembly.parts import loss_of
 from rl_train.assembly.preparation import DataLoaders, Preparation, RunData
 from rl_train.config.loader import LocatedConfig
-from rl_train.config.rules.models import models_of
+from rl_train.config.rules.models import model_path, models_of
 from rl_train.config.rules.rollouts import declares_own_weights
 from rl_train.config.rules.rule import CheckedConfig, UnavailableError, Use
 from rl_train.config.schema import RunConfig
@@ -129,7 +129,7 @@ class RunFacts(CheckedConfig):
         Raises:
             UnavailableError: It does not exist.
         """
-        self.require_unreported((section, "model_name"))
+        self.require_unreported((*model_path(section), "model_name"))
         if self.use is not Use.PYTHON and self.missing_source(model.tokenizer.name or model.model_name) is not None:
             raise UnavailableError(f"{section}.{tokenizer_key(model)}")
 

@@ -8,10 +8,10 @@ from rl_core.config.diagnostics import KeyPath, Problem, dotted
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import ComponentSection
 from rl_core.errors import PluginError
-from rl_core.plugins.component import Capability, Component, Kind, Status, is_path
+from rl_core.plugins.component import Capability, Component, Kind, Status, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.requirements import unmet_needs
-from rl_train.config.rules.models import MODELS, each_engine, each_model
+from rl_train.config.rules.models import MODELS, each_engine, each_model, model_path
 from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import LoggerConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS, SLOTS, SectionSchema, sections_at
@@ -166,16 +166,31 @@ def _without_effect(config: CheckedConfig, path: tuple[str, ...], reason: str, k
 @rule("algorithm", *COMPANIONS, applies_to=TRAINING, each=lambda _: [(name,) for name in COMPANIONS])
 def companions_are_those_of_the_algorithm(config: CheckedConfig, companion: str) -> Iterator[Problem]:
     """A value model and a teacher are configured if the algorithm uses them, and only then."""
-    run = config.run
-    is_used, is_configured = companion in run.algorithm.runtime_needs.companions, getattr(run, companion) is not None
+    run, kind = config.run, companion.removesuffix("s")
+    is_used, is_configured = kind in run.algorithm.runtime_needs.companions, bool(getattr(run, companion))
     if is_configured and not is_used:
-        yield Problem((companion,), f"{run.algorithm_name} does not use a {companion}: remove the section.")
-    elif is_used and not is_configured:
+        yield Problem((companion,), f"{run.algorithm_name} does not use a {kind}: remove the section.")
+    elif is_used and not is_configured and companion == kind and not (kind == "teacher" and run.teachers):
         yield Problem(
             (companion,),
-            f"is required. {run.algorithm_name} needs a {companion} model. Set its `backend` and `model_name`.",
+            f"is required. {run.algorithm_name} needs a {kind} model. Set its `backend` and `model_name`.",
             is_missing=True,
         )
+
+
+@rule("teacher", "teachers", "env", applies_to=TRAINING)
+def each_task_has_a_teacher(config: CheckedConfig) -> Iterator[Problem]:
+    """Teachers of tasks replace the only teacher. Each task of `env` has one, and each of them has a task."""
+    run, at = config.run, ("teachers",)
+    if run.teachers and run.teacher is not None:
+        yield Problem(at, "`teacher` scores all rows, and `teachers.<task>` those of one task: remove one of the two.")
+    elif run.teachers and run.env:
+        for task in run.env.keys() - run.teachers.keys():
+            meant = did_you_mean(task, [name for name in run.teachers if name not in run.env])
+            yield Problem(at, f"no teacher scores the rows of the task {task!r}.{meant} Add a section teachers.{task}.")
+        for task in run.teachers.keys() - run.env.keys():
+            meant = did_you_mean(task, list(run.env))
+            yield Problem((*at, task), f"`env` has no task {task!r}.{meant} Tasks in `env`: {', '.join(run.env)}.")
 
 
 _ONLY_FOR_TRAINING = (Kind.ALGORITHM, Kind.LOSS, Kind.LOGGER)
@@ -217,19 +232,20 @@ def component_supports_the_other_sections(config: CheckedConfig, path: KeyPath, 
 @rule(*(f"{name}.backend" for name in MODELS), "cluster.backend", each=each_model)
 def policy_backend_has_the_capabilities(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
     """The backend of a model supports its batching, its head and the cluster."""
+    path = model_path(name)
     required: list[tuple[KeyPath, str, str]] = [
-        ((name, batching, "enabled"), "true", batching)
+        ((*path, batching, "enabled"), "true", batching)
         for batching in (Capability.DYNAMIC_BATCHING, Capability.SEQUENCE_PACKING)
         if getattr(model, batching).enabled
     ]
     if model.head == "scalar":
-        required.append(((name, "head"), "scalar", Capability.SCALAR_HEAD))
+        required.append(((*path, "head"), "scalar", Capability.SCALAR_HEAD))
     if config.run.cluster.backend == "in_process":
         required.append((("cluster", "backend"), "in_process", Capability.IN_PROCESS))
     elif (ranks := config.run.cluster.num_nodes * config.run.cluster.workers_per_node) > 1:
         required.append((("cluster",), f"a run with {ranks} ranks", Capability.MULTIPLE_RANKS))
     for key, setting, capability in required:
-        yield from _lacks(config, key, setting, (name,), Kind.POLICY, model.backend, capability)
+        yield from _lacks(config, key, setting, path, Kind.POLICY, model.backend, capability)
 
 
 @rule("policy.generation", "cluster.backend", each=each_engine)
@@ -253,7 +269,8 @@ def policy_backend_has_the_logprobs_of_the_loss(config: CheckedConfig, name: str
     run = config.run
     if model.head == "tokens" and run.loss_fn.num_candidates:
         setting = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
-        yield from _lacks(config, (name, "backend"), setting, (name,), Kind.POLICY, model.backend, Capability.TOPK_LOGPROBS)
+        path = model_path(name)
+        yield from _lacks(config, (*path, "backend"), setting, path, Kind.POLICY, model.backend, Capability.TOPK_LOGPROBS)
 
 
 @rule("loss_fn", "policy", applies_to=TRAINING)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from rl_core.config.diagnostics import KeyPath, Problem, show
+from rl_core.config.diagnostics import KeyPath, Problem, dotted, show
 from rl_core.config.policy_sections import SCHEDULES, OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schema import GenerationConfig
 from rl_core.plugins.component import Kind, did_you_mean
@@ -36,13 +36,48 @@ MODELS = ("policy", *COMPANIONS)
 
 
 def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
-    """The policy and its companion models, by section name."""
-    return {str(slot.path[0]): model for slot in slots_of(Kind.POLICY) for _, model in sections_at(run, slot.path)}
+    """The policy and its companion models, by the key of their section: `policy`, or `teachers.math`."""
+    return {dotted(path): model for slot in slots_of(Kind.POLICY) for path, model in sections_at(run, slot.path)}
+
+
+def companions_of(run: RunConfig) -> dict[str, PolicyConfig]:
+    """The companion models, by the key of their section."""
+    return {name: model for name, model in models_of(run).items() if name != "policy"}
+
+
+def model_path(name: str) -> KeyPath:
+    """The key of a section of `models_of`. The name of a task may contain periods."""
+    section, _, task = name.partition(".")
+    return (section, task) if task else (section,)
+
+
+def with_models(run: RunConfig, models: Mapping[str, PolicyConfig]) -> RunConfig:
+    """The run with other sections of models, by their names in `models_of`."""
+    paths = {model_path(name): model for name, model in models.items()}
+    teachers = {str(path[1]): model for path, model in paths.items() if len(path) > 1}
+    update: dict[str, Any] = {str(path[0]): model for path, model in paths.items() if len(path) == 1}
+    return run.model_copy(update=update | ({"teachers": run.teachers | teachers} if teachers else {}))
+
+
+def shared_models(models: Mapping[str, PolicyConfig]) -> dict[str, str]:
+    """The first model with an equal section, by name: a run loads it once."""
+    return {name: next(first for first in models if models[first] == model) for name, model in models.items()}
+
+
+def loaded_models(run: RunConfig) -> dict[str, PolicyConfig]:
+    """The models that a run loads: those of `models_of` with different sections."""
+    models = models_of(run)
+    return {name: models[name] for name in shared_models(models).values()}
 
 
 def each_model(config: CheckedConfig) -> Iterator[tuple[str, PolicyConfig]]:
     """The models of a config, for rules that check each of them."""
     yield from models_of(config.run).items()
+
+
+def each_companion(config: CheckedConfig) -> Iterator[tuple[str, PolicyConfig]]:
+    """The companion models of a config."""
+    yield from companions_of(config.run).items()
 
 
 def each_engine(config: CheckedConfig) -> Iterator[tuple[GenerationConfig]]:
@@ -56,7 +91,7 @@ def each_interpreter(config: CheckedConfig) -> Iterator[tuple[KeyPath, Kind, Pol
     run = config.run
     for name, model in models_of(run).items():
         if model.python is not None:
-            yield (name,), Kind.POLICY, model
+            yield model_path(name), Kind.POLICY, model
     engine = run.policy.generation
     if engine is not None and engine.python is not None:
         yield ("policy", "generation"), Kind.GENERATION, engine
@@ -90,17 +125,17 @@ def policy_is_not_frozen(config: CheckedConfig) -> Iterator[Problem]:
         yield Problem(("policy", "frozen"), f"{name} trains the policy, so it cannot be frozen: remove the key.")
 
 
-@rule("algorithm", *COMPANIONS, applies_to=TRAINING, each=lambda _: [(name,) for name in COMPANIONS])
-def companions_keep_what_their_section_implies(config: CheckedConfig, companion: str) -> Iterator[Problem]:
+@rule("algorithm", *COMPANIONS, applies_to=TRAINING, each=each_companion)
+def companions_keep_what_their_section_implies(config: CheckedConfig, companion: str, model: PolicyConfig) -> Iterator[Problem]:
     """A value model is trained and has a scalar head; a teacher is frozen and scores tokens; neither samples."""
-    model = getattr(config.run, companion)
-    if model is None or companion not in config.run.algorithm.runtime_needs.companions:
+    path, kind = model_path(companion), companion.partition(".")[0].removesuffix("s")
+    if kind not in config.run.algorithm.runtime_needs.companions:
         return
-    for key, value in COMPANIONS[companion].items():
+    for key, value in COMPANIONS[str(path[0])].items():
         if getattr(model, key) != value:
-            yield Problem((companion, key), f"must be {show(value)} for a {companion}, which is the default: remove the key.")
+            yield Problem((*path, key), f"must be {show(value)} for a {kind}, which is the default: remove the key.")
     if model.generation is not None:
-        yield Problem((companion, "generation"), f"a {companion} does not sample; only the policy does. Remove the section.")
+        yield Problem((*path, "generation"), f"a {kind} does not sample; only the policy does. Remove the section.")
 
 
 @rule("policy.max_total_sequence_length", "policy.generation.max_new_tokens", each=each_engine)
@@ -121,7 +156,7 @@ def companions_fit_the_rows_of_the_policy(config: CheckedConfig, name: str, mode
     length = config.run.policy.max_total_sequence_length
     if model.max_total_sequence_length < length:
         yield Problem(
-            (name, "max_total_sequence_length"),
+            (*model_path(name), "max_total_sequence_length"),
             f"{model.max_total_sequence_length} tokens are too few for the policy's rows of up to {length}: raise it to that "
             "(${policy.max_total_sequence_length}).",
         )
@@ -137,7 +172,7 @@ def microbatches_fit_the_longest_rows(config: CheckedConfig, name: str, model: P
         if section.enabled and budget < needed:
             what = "one row" if rows == 1 else f"the {rows} rows that the loss compares, each"
             yield Problem(
-                (name, batching, key),
+                (*model_path(name), batching, key),
                 f"{budget} tokens are too few for {what} of {name}.max_total_sequence_length "
                 f"({model.max_total_sequence_length}): raise it to {needed}, or lower the length.",
             )
@@ -153,19 +188,20 @@ def optimizer_can_be_created(config: CheckedConfig, name: str, model: PolicyConf
     """The optimizer of a trained model exists, and its arguments have values that it accepts."""
     if model.frozen:
         return
-    yield from _optimizer_problems(model.optimizer, (name, "optimizer"))
+    yield from _optimizer_problems(model.optimizer, (*model_path(name), "optimizer"))
     for group, section in model.optimizer.groups.items():
         own = OptimizerConfig(name=section.name or model.optimizer.name).model_copy(update={"kwargs": section.kwargs})
-        yield from _optimizer_problems(own, (name, "optimizer", "groups", group))
+        at = (*model_path(name), "optimizer", "groups", group)
+        yield from _optimizer_problems(own, at)
         if section.name is None and not section.kwargs:
-            yield Problem((name, "optimizer", "groups", group), "has no effect: set its `name` or `kwargs`, or remove it.")
+            yield Problem(at, "has no effect: set its `name` or `kwargs`, or remove it.")
 
 
 @rule(*(f"{name}.scheduler" for name in MODELS), applies_to=TRAINING, each=each_model)
 def schedule_can_be_created(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
     """The learning-rate schedule of a trained model exists, and its arguments have values that it accepts."""
     if not model.frozen and model.scheduler is not None:
-        yield from _scheduler_problems(model.scheduler, (name, "scheduler"))
+        yield from _scheduler_problems(model.scheduler, (*model_path(name), "scheduler"))
 
 
 @rule(
@@ -176,7 +212,7 @@ def frozen_models_have_no_optimizer(config: CheckedConfig, name: str, model: Pol
     # By value: a resolved config states every default.
     for key, default in (("optimizer", OptimizerConfig()), ("scheduler", None)):
         if model.frozen and getattr(model, key) != default:
-            yield Problem((name, key), "has no effect, since this model is never trained: remove the section.")
+            yield Problem((*model_path(name), key), "has no effect, since this model is never trained: remove the section.")
 
 
 def allowed_argument(path: KeyPath) -> str | None:

@@ -40,6 +40,8 @@ METRICS: Final = {
     "labelled answers": "kto/margin kto/reward_desirable kto/reward_undesirable kto/desirable_frac kto/kl",
     "a teacher": "distillation/kl_forward distillation/kl_reverse distillation/kl_sampled distillation/topk_mass_teacher "
     "distillation/topk_mass_student distillation/argmax_agreement",
+    "teachers of tasks": "distillation/kl_forward/* distillation/kl_reverse/* distillation/kl_sampled/* "
+    "distillation/tokens_frac/*",
     "a teacher with its own prompt": "distillation/too_long_rows",
     "a value model": "loss/value value/explained_variance value/mean value/return_mean value/clipped_frac value/grad_norm "
     "value/lr value/lr/* value/num_optimizer_steps",
@@ -58,6 +60,7 @@ VALIDATION: Final = {
     "preference pairs": "accuracy margin score_chosen score_rejected logprob_chosen logprob_rejected",
     "labelled answers": "accuracy margin reward_desirable reward_undesirable desirable_frac kl",
     "a teacher": "loss tokens kl_forward kl_reverse kl_sampled topk_mass_teacher topk_mass_student argmax_agreement",
+    "teachers of tasks": "kl_forward/* kl_reverse/* kl_sampled/* tokens_frac/*",
 }
 """The same for `validation/...`."""
 
@@ -167,6 +170,7 @@ def _written_with(run: RunConfig) -> dict[str, bool]:
         "preference pairs": run.algorithm.record_kind == "pairs",
         "labelled answers": run.algorithm.record_kind == "unpaired",
         "a teacher": needs.has_teacher,
+        "teachers of tasks": bool(run.teachers),
         "a teacher with its own prompt": needs.teacher_prompt is not None,
         "a value model": "value" in needs.companions,
         "a prompt sampler": sampler is not None,

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rl_core.config.diagnostics import KeyPath, Problem, dotted, show
 from rl_core.config.introspection import holds_free_keys, inner_annotation
 from rl_core.config.schema import DatasetConfig, RecordKind, SchedulerConfig
-from rl_core.plugins.component import Capability, Kind, is_path
+from rl_core.plugins.component import Capability, Kind, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_train.config.rules.components import validates
 from rl_train.config.rules.models import MODELS, each_interpreter
@@ -298,15 +298,22 @@ def records_are_of_the_kind_that_is_read(
     )
 
 
-@rule("algorithm", "data", "env", each=each_dataset, applies_to=CONFIG_FILE)
-def task_of_a_dataset_has_an_environment(
+def tasks_of(run: RunConfig) -> tuple[str, list[str]]:
+    """The section that names the tasks of a run, `env` or `teachers`, and their names; no names if rows need no task."""
+    return ("env", list(run.env)) if run.env else ("teachers", list(run.teachers))
+
+
+@rule("algorithm", "data", "env", "teachers", each=each_dataset, applies_to=CONFIG_FILE)
+def task_of_a_dataset_is_a_task_of_the_run(
     config: CheckedConfig, key: str, path: KeyPath, section: DatasetConfig
 ) -> Iterator[Problem]:
-    """The task of a dataset whose rows are scored is a task of `env`."""
-    env = config.run.env
+    """The task of a dataset whose rows are scored is a task of `env`, or has a teacher if nothing else scores."""
+    name, tasks = tasks_of(config.run)
     is_scored = key.startswith("validation") or config.run.algorithm.runtime_needs.rollouts is not None
-    if env and is_scored and section.task_name is not None and section.task_name not in env and _is_used(config, key):
-        yield Problem((*path, "task_name"), f"`env` has no task {section.task_name!r}. Tasks in `env`: {', '.join(env)}.")
+    task = section.task_name
+    if tasks and is_scored and task is not None and task not in tasks and _is_used(config, key):
+        meant = did_you_mean(task, tasks)
+        yield Problem((*path, "task_name"), f"`{name}` has no task {task!r}.{meant} Tasks in `{name}`: {', '.join(tasks)}.")
 
 
 @rule("data.prompt", applies_to=CONFIG_FILE)
