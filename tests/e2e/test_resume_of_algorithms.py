@@ -49,6 +49,29 @@ RUNS = {
         "data": {"train": {"dataset_name": "arithmetic", "num_samples": 40, "with_response": True}},
         "teacher": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
     },
+    "teachers of tasks": {
+        "distillation": {"num_prompts_per_step": 16},
+        "loss_fn": {"topk": 4},
+        "policy": SAMPLES["policy"],
+        "data": {
+            "mix": {name: {"dataset_name": "arithmetic", "num_samples": 40, "task_name": name} for name in ("one", "two")}
+        },
+        "teachers": {
+            "one": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
+            "two": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 24},
+        },
+    },
+    "average": {
+        "distillation": {
+            "num_prompts_per_step": 16,
+            "teacher_prompt": "{expected_answer} {question}",
+            "teacher_weights": "average",
+            "teacher_decay": 0.8,
+        },
+        "loss_fn": {"topk": 4},
+        **SAMPLES,
+        "policy": {**SAMPLES["policy"], "max_total_sequence_length": 32},
+    },
     "grpo": {"grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4}, "loss_fn": KL, **SAMPLES},
     "several turns": {
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_rollout_turns": 3},
@@ -73,6 +96,8 @@ CASES = [
     ("rm", TWO_RANKS),
     ("kto", TWO_RANKS),
     ("distillation", TWO_RANKS),
+    ("teachers of tasks", IN_PROCESS),
+    ("average", TWO_RANKS),
     ("grpo", IN_PROCESS),
     ("ppo", IN_PROCESS),
     ("several turns", IN_PROCESS),
@@ -102,7 +127,7 @@ ALWAYS = ("grpo",)
     ids=[case for case, _ in CASES],
 )
 def test_a_resumed_run_equals_an_uninterrupted_run(case, cluster, tmp_path, local_ray):
-    algorithm = "grpo" if case == "several turns" else case
+    algorithm = {"several turns": "grpo", "teachers of tasks": "distillation", "average": "distillation"}.get(case, case)
     config = {
         **RUNS[case],
         algorithm: {**RUNS[case][algorithm], "max_num_steps": STEPS, "seed": 3},

@@ -375,6 +375,16 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             # Memory in torch's cache is not available to an engine on the same GPU.
             torch.cuda.empty_cache()
 
+    def average_weights(self, decay: float | None) -> None:
+        state = self.trainable_state()
+        if not isinstance(state, TrainingState):
+            raise NotSupportedError(f"{type(self).__name__} has no moving average of its weights.")
+        self.move(weights=self.device, state=None if decay is None else self.device)
+        if decay is None:
+            state.exchange_average(self.trained_module)
+        else:
+            state.update_average(decay)
+
     def set_lr_factor(self, factor: float) -> None:
         self.trainable_state().set_lr_factor(factor)
 

@@ -11,7 +11,7 @@ import random
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,10 +49,12 @@ from rl_backends_base.optimizer import (
 )
 from rl_backends_base.optimizer_settings import OptimizerSettings, parts_of
 from rl_backends_base.parallel import Parallel, clip_
+from rl_backends_base.shards import local
 from rl_core.backend import first_non_finite
 from rl_core.errors import CheckpointError, NotSupportedError
 
 _FORMAT: Final = 2
+_AVERAGE: Final = "average."
 
 # A single rank has no process group on purpose; PyTorch warns about it at each save and load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -137,12 +139,15 @@ class TrainingState(TrainingStateBase):
         settings: the optimizer and its schedule.
         parallel: the ranks.
         weight_version: number of optimizer steps taken.
+        average: moving average of the weights, float32, by name; empty until it is first used.
     """
 
     masters: MasterWeights
     settings: OptimizerSettings
     parallel: Parallel
     weight_version: int = 0
+    average: dict[str, torch.Tensor] = field(default_factory=dict)
+    _exchanged: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -184,6 +189,32 @@ class TrainingState(TrainingStateBase):
         self.weight_version += 1
         return lr
 
+    def _start_average(self) -> None:
+        if not self.average:
+            self.average = {name: master.detach().clone() for name, master in self.masters.parameters.items()}
+
+    @torch.no_grad()
+    def update_average(self, decay: float) -> None:
+        """Average <- decay * average + (1 - decay) * weights; it starts with the weights at its first use."""
+        self._start_average()
+        for name, master in self.masters.parameters.items():
+            local(self.average[name]).lerp_(local(master), 1.0 - decay)
+
+    @torch.no_grad()
+    def exchange_average(self, module: nn.Module) -> None:
+        """Give the module of the weights those of the average, or at every second call its own again, with the same bits.
+
+        Written through `data`: an engine that shares the tensors counts changes, and this is none when it samples.
+        """
+        self._start_average()
+        parameters = {name: local(each) for name, each in module.named_parameters() if name in self.average}
+        values, self._exchanged = self._exchanged, {}
+        if not values:
+            values = {name: local(each) for name, each in self.average.items()}
+            self._exchanged = {name: each.to("cpu", copy=True) for name, each in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data.copy_(values[name])
+
     def set_lr_factor(self, factor: float) -> None:
         self.settings.lr_factor = factor
 
@@ -222,6 +253,9 @@ class TrainingState(TrainingStateBase):
         trainer = read_trainer_file(folder, expected_format=_FORMAT)
         self.settings.load_state_dict(trainer, steps=trainer["weight_version"], source=str(folder))
         load_tensors = self._load_quantized if is_quantized(self.optimizer) else self._load_tensors
+        average = (key.partition(".")[2] for key in read_metadata(folder).state_dict_metadata if key.startswith(_AVERAGE))
+        known = self.masters.parameters
+        self.average = {name: torch.empty_like(known[name], requires_grad=False) for name in average if name in known}
         state = load_tensors(folder, no_dist=world_size == 1)
         for name, values in trainer["scalars"].items():
             state.setdefault(name, {}).update(values)
@@ -244,6 +278,7 @@ class TrainingState(TrainingStateBase):
             "float32 master weights": self.masters.parameters.values(),
             "gradients": self.gradients().values(),
             "optimizer state": self.tensors(),
+            **({"moving average": self.average.values()} if self.average else {}),
         }
 
     def weights_loaded(self) -> None:
@@ -259,6 +294,7 @@ class TrainingState(TrainingStateBase):
                 if isinstance(value, torch.Tensor) and (value.ndim > 0 or self._keeps_step_counts_on_device):
                     values[key] = memory.move((id(parameter), key), value, device)
         self.masters.move(device, memory)
+        self.average = {name: memory.move(("average", name), each, device) for name, each in self.average.items()}
 
     @property
     def _keeps_step_counts_on_device(self) -> bool:
@@ -276,6 +312,7 @@ class TrainingState(TrainingStateBase):
                     scalars.setdefault(name, {})[key] = value
                 elif not is_quantized(self.optimizer):
                     tensors[f"optimizer.{name}.{key}"] = value
+        tensors |= {f"{_AVERAGE}{name}": average for name, average in self.average.items()}
         if is_quantized(self.optimizer):
             tensors |= shard_tensors(self.optimizer, self.masters.parameters, shard=self._shard)
         return tensors, scalars
@@ -291,12 +328,12 @@ class TrainingState(TrainingStateBase):
             if key == "empty":
                 continue
             kind, _, rest = key.partition(".")
-            name, entry = (rest, "") if kind == "master" else rest.rpartition(".")[::2]
+            name, entry = (rest, "") if kind in ("master", "average") else rest.rpartition(".")[::2]
             parameter = self.masters.parameters.get(name)
             if parameter is None:
                 raise CheckpointError(f"{folder} is of another model: it has state of {name}, which this model does not have.")
-            if kind == "master":
-                targets[key] = parameter.detach()
+            if kind in ("master", "average"):
+                targets[key] = parameter.detach() if kind == "master" else self.average[name]
                 _check_shape(name, metadata.size, parameter.shape, folder)
             else:
                 on_device = self._keeps_step_counts_on_device

@@ -47,6 +47,10 @@ class HFPolicyConfig(PolicyConfig):
     def missing_reference(self) -> str | None:
         return None if self.hf_cfg.reference else "policy.hf_cfg.reference is false"
 
+    @property
+    def missing_average(self) -> str | None:
+        return None
+
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self, lambda: self.hf_cfg)

@@ -15,7 +15,8 @@ rollout whose history was rewritten has several segments: a row for an algorithm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -90,10 +91,11 @@ def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
         def scores_of(teacher: ColocatablePolicyInterface, own: Batch) -> dict[str, torch.Tensor]:
             run.free_memory_for(teacher)
             scores: dict[str, torch.Tensor] = {}
-            if run.loss_fn.candidates_key is not None:
-                scores.update(scored(teacher.get_topk_logprobs, own, run.config.loss_fn.num_candidates))
-            if "teacher_logprobs" in needed:
-                scores.update(scored(teacher.get_logprobs, own))
+            with _weights_of_teacher(run, teacher):
+                if run.loss_fn.candidates_key is not None:
+                    scores.update(scored(teacher.get_topk_logprobs, own, run.config.loss_fn.num_candidates))
+                if "teacher_logprobs" in needed:
+                    scores.update(scored(teacher.get_logprobs, own))
             return scores
 
         teachers = run.teachers if run.teacher is None else run.teacher
@@ -111,6 +113,19 @@ def add_logprobs(run: Run, batch: Batch, also: Collection[str] = ()) -> None:
     joined = found if rows is batch else join_segments(BatchedDataDict[Any]({**rows, **found}))
     for key in found:
         batch[key] = joined[key]
+
+
+@contextmanager
+def _weights_of_teacher(run: Run, teacher: Any) -> Iterator[None]:
+    """If the teacher is the moving average of the policy's weights, the policy has these while the block runs."""
+    if run.config.algorithm.runtime_needs.teacher_decay is None:
+        yield
+        return
+    teacher.average_weights()
+    try:
+        yield
+    finally:
+        teacher.average_weights()
 
 
 def optimize(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]] | None = None) -> None:
@@ -131,6 +146,9 @@ def optimize(run: Run, batch: Batch, train: Callable[[Batch], Mapping[str, Any]]
             result = run.policy.train(filled, run.loss_fn, gbs=gbs)
         run.record_training(result, rows)
         run.policy.finish_training()
+        if (decay := run.config.algorithm.runtime_needs.teacher_decay) is not None:
+            policy: Any = run.policy
+            policy.average_weights(decay)
 
 
 def log(run: Run, batch: Batch, step: int) -> None:

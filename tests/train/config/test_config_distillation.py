@@ -170,6 +170,33 @@ def test_invalid_teachers_of_tasks_are_reported_with_their_line(files, old, new,
     assert says in "\n".join(files.errors(text.replace(old, new, 1)))
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ("teacher_weights: average", "teacher_decay is only for teacher_weights: average, and required there: set it"),
+        ("teacher_weights: current\n  teacher_decay: 0.9", "only for teacher_weights: average, and required there: remove it"),
+        ("teacher_weights: average\n  teacher_decay: 1.0", "distillation.teacher_decay: must be"),
+        ("teacher_weights: average\n  teacher_decay: 0.0", "distillation.teacher_decay: must be"),
+    ],
+)
+def test_the_average_of_the_policy_needs_a_decay_and_nothing_else_has_one(files, keys, says):
+    text = DISTILLATION.replace(TEACHER, "").replace(STEP, f"{STEP}\n  teacher_prompt: '{{question}}'\n  {keys}")
+    assert says in "\n".join(files.errors(text))
+
+
+def test_the_average_of_the_policy_is_refused_where_the_backend_keeps_none(files):
+    keys = "teacher_prompt: '{question} {hint}'\n  teacher_weights: average\n  teacher_decay: 0.9"
+    text = DISTILLATION.replace(TEACHER, "").replace(STEP, f"{STEP}\n  {keys}")
+    needs = files.load(text).run.algorithm.runtime_needs
+    assert (needs.companions, needs.teaches_itself, needs.teacher_decay) == ((), True, 0.9)
+    errors = "\n".join(files.errors(text.replace("backend: hf", "backend: valuer", 1)))
+    assert (
+        "policy.backend: the teacher of distillation is the moving average of the policy's weights, but the backend" in errors
+    )
+    [error] = files.errors(text.replace("teacher_prompt: '{question} {hint}'\n  ", ""))
+    assert "with the student's weights and prompt, the teacher is the student" in error
+
+
 def test_a_teachers_prompt_is_a_setting_of_distillation_alone(files, good):
     assert "teacher_prompt" in files.errors(good.replace("grpo:", "grpo:\n  teacher_prompt: a"))[0]
 

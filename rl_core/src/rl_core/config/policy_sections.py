@@ -357,6 +357,11 @@ class PolicyConfig(ComponentSection):
         """
         return None
 
+    @property
+    def missing_average(self) -> str | None:
+        """Why the policy has no moving average of its weights (`average_weights`), as a clause; None if it has one."""
+        return f"the backend {self.backend} does not keep one"
+
     def for_devices(self, devices: Devices) -> Self:
         """This section with `precision`."""
         return self.model_copy(update={"precision": self.precision or ("bfloat16" if devices.have_bfloat16 else "float32")})

@@ -138,10 +138,14 @@ class DistillationConfig(RolloutAlgorithmConfig):
     student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """GKD's lambda: probability that the rows of a step are sampled from the student. Otherwise they are answers from the
     training data."""
-    teacher_weights: Literal["frozen", "current"] = "frozen"
+    teacher_weights: Literal["frozen", "current", "average"] = "frozen"
     """`frozen`: the teacher is the model of the section `teacher`, such as another model, or the policy's with its initial
     weights. `current`: the teacher is the policy itself with the weights before each step, without a section `teacher` and
-    without memory for a second model; it needs its own prompt."""
+    without memory for a second model; it needs its own prompt. `average`: as `current`, with an exponential moving average of
+    the policy's weights."""
+    teacher_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """For `average`, where it is required: d in average <- d * average + (1 - d) * weights, after each step; SDPO's update rate
+    is 1 - d."""
     teacher_prompt: str | None = None
     """Text that the teacher reads instead of the first user message. `{question}` is replaced by that message, `{name}` by a
     field of the row's metadata, such as `{expected_answer}`, `{completion}` by the student's answer, and `{feedback}` by what
@@ -163,6 +167,15 @@ class DistillationConfig(RolloutAlgorithmConfig):
             raise ValueError("teacher_prompt and teacher_prompt_fn are both set: keep one of them")
         return self
 
+    @model_validator(mode="after")
+    def _average_has_a_decay(self) -> Self:
+        if (self.teacher_weights == "average") != (self.teacher_decay is not None):
+            raise ValueError(
+                "teacher_decay is only for teacher_weights: average, and required there: "
+                + ("remove it" if self.teacher_decay is not None else "set it, for example to 0.99")
+            )
+        return self
+
     @property
     def _prompt(self) -> TeacherPrompt | None:
         for key in ("teacher_prompt", "teacher_prompt_fn"):
@@ -182,8 +195,9 @@ class DistillationConfig(RolloutAlgorithmConfig):
                 accepts_stale=True,
             ),
             max_turns=self.max_rollout_turns,
-            companions=() if self.teacher_weights == "current" else ("teacher",),
-            teaches_itself=self.teacher_weights == "current",
+            companions=("teacher",) if self.teacher_weights == "frozen" else (),
+            teaches_itself=self.teacher_weights != "frozen",
+            teacher_decay=self.teacher_decay,
             teacher_prompt=self._prompt,
         )
 
@@ -219,7 +233,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
 
     def _teacher_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         prompt = self._prompt
-        if prompt is None and self.teacher_weights == "current":
+        if prompt is None and self.teacher_weights != "frozen":
             yield (
                 (run.algorithm_name, "teacher_weights"),
                 "with the student's weights and prompt, the teacher is the student, and nothing is learned. Set teacher_prompt "

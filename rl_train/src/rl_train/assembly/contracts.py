@@ -154,6 +154,8 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
         teacher.append("get_topk_logprobs")
     if run.algorithm.runtime_needs.teaches_itself:
         policy += teacher
+    if run.algorithm.runtime_needs.teacher_decay is not None:
+        policy.append("average_weights")
     base = ColocatablePolicyInterface if samples else PolicyInterface
     scalar = run.policy.head == "scalar"
     of_teacher = Contract(bases=(ColocatablePolicyInterface,), methods=tuple(teacher))

@@ -121,6 +121,8 @@ class RuntimeNeeds:
     """Models in addition to the policy. The config must have their sections."""
     teaches_itself: bool = False
     """Whether the teacher is the policy, with the weights before the step, instead of a companion."""
+    teacher_decay: float | None = None
+    """With `teaches_itself`: the teacher has the moving average of the policy's weights, with this decay per step."""
     teacher_prompt: TeacherPrompt | None = None
     """The prompt of the teacher; None for that of the policy."""
     extra_scored_rows: int = 0

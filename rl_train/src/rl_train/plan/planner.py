@@ -383,6 +383,8 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
     yield f"lengths of the data: every row is counted with {run.policy.max_total_sequence_length} tokens, the maximum"
     if run.rollout.max_staleness:
         yield "rollouts in progress during training: phases are counted one after the other"
+    if run.algorithm.runtime_needs.teacher_decay is not None:
+        yield "the moving average of the policy's weights, 4 bytes for each trained one"
     if on_gpu:
         yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
         yield "host memory, to which models move while they wait"
@@ -401,10 +403,8 @@ def memory_planner(registry: Registry, kind: str, section: PolicyConfig | Genera
 
 
 class ModelMemory(Protocol):
-    """Describes the memory of one rank of a policy; created with the section of the policy.
-
-    A backend names its class in the attribute `memory_planner` of its policy class, as `module:name`.
-    """
+    """Describes the memory of one rank of a policy; created with its section. The policy's class names it as `module:name` in
+    its attribute `memory_planner`."""
 
     def by_phase(
         self,

@@ -200,7 +200,7 @@ class TeacherPrompts:
     def _too_long(self, length: int, limit: int, what: str) -> ConfigError:
         return ConfigError(
             f"{what} {length} tokens, but {limit} are allowed for prompt and answer. Raise "
-            "teacher.max_total_sequence_length (policy.max_total_sequence_length with teacher_weights: current), shorten the "
+            "teacher.max_total_sequence_length (policy.max_total_sequence_length if the policy teaches itself), shorten the "
             "teacher's prompt, or drop such rows (data.on_long_prompt: drop).",
             key=self.key,
         )

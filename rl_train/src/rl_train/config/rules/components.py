@@ -286,6 +286,18 @@ def policy_has_the_reference_of_the_loss(config: CheckedConfig) -> Iterator[Prob
         )
 
 
+@rule("algorithm", "policy", applies_to=TRAINING)
+def policy_has_the_average_of_the_teacher(config: CheckedConfig) -> Iterator[Problem]:
+    """If the teacher is the moving average of the policy's weights, the backend keeps one."""
+    run, reason = config.run, config.run.policy.missing_average
+    if run.algorithm.runtime_needs.teacher_decay is not None and reason is not None:
+        yield Problem(
+            ("policy", "backend"),
+            f"the teacher of {run.algorithm_name} is the moving average of the policy's weights, but {reason}. Use a backend "
+            "with one, such as hf, or a frozen teacher.",
+        )
+
+
 @rule("algorithm", "policy.backend", "policy.generation.backend", applies_to=TRAINING)
 def backends_have_what_the_algorithm_requires(config: CheckedConfig) -> Iterator[Problem]:
     """The policy or the engine has each capability that the section of the algorithm requires."""
