@@ -403,8 +403,7 @@ def memory_planner(registry: Registry, kind: str, section: PolicyConfig | Genera
 
 
 class ModelMemory(Protocol):
-    """Describes the memory of one rank of a policy; created with its section. The policy's class names it as `module:name` in
-    its attribute `memory_planner`."""
+    """Describes the memory of one rank of a policy. A class of a policy names it as `module:name` in `memory_planner`."""
 
     def by_phase(
         self,
