@@ -197,6 +197,36 @@ def test_the_average_of_the_policy_is_refused_where_the_backend_keeps_none(files
     assert "with the student's weights and prompt, the teacher is the student" in error
 
 
+SPANS = DISTILLATION.replace(FORM, "divergence: reverse_kl\n  topk: null").replace(
+    STEP, f"{STEP}\n  teacher_tokenizer: own\n  max_rollout_turns: 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("divergence: reverse_kl\n  topk: null", FORM, "own compares spans of sampled text, not distributions."),
+        (TEACHER, OF_TASKS, "own is not supported with a teacher for each task."),
+        (
+            f"{STEP}\n",
+            f"{STEP}\n  teacher_weights: current\n  teacher_prompt: '{{question}}'\n",
+            "own is only for a frozen teacher",
+        ),
+        (
+            "max_rollout_turns: 1",
+            "max_rollout_turns: 3\nenv: {arithmetic: {}}",
+            "config.yaml:3:22: distillation.teacher_tokenizer: own is only supported for rollouts of one turn.",
+        ),
+        ("tokenizer: own", "tokenizer: other", "distillation.teacher_tokenizer: must be"),
+    ],
+)
+def test_a_teacher_with_its_own_tokenizer_needs_sampled_text_of_one_turn(files, old, new, says):
+    prompt = files.load(SPANS).run.algorithm.runtime_needs.teacher_prompt
+    assert (prompt.own_tokens, prompt.key, prompt.template) == (True, "teacher_tokenizer", None)
+    assert old in SPANS
+    assert says in "\n".join(files.errors(SPANS.replace(old, new, 1)))
+
+
 def test_a_teachers_prompt_is_a_setting_of_distillation_alone(files, good):
     assert "teacher_prompt" in files.errors(good.replace("grpo:", "grpo:\n  teacher_prompt: a"))[0]
 

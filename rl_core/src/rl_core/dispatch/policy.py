@@ -219,7 +219,6 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         self._run("set_lr_factor", factor)
 
     def average_weights(self, decay: float | None = None) -> None:
-        """Update the moving average of the weights, or without `decay` exchange it with them; the next call exchanges back."""
         self._run("average_weights", decay)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:

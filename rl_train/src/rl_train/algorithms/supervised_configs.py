@@ -154,6 +154,11 @@ class DistillationConfig(RolloutAlgorithmConfig):
     """Import path of a function that replaces `teacher_prompt`: it is called with a row and returns the text, or all messages
     of the teacher's prompt."""
 
+    teacher_tokenizer: Literal["policy", "own"] = "policy"
+    """`policy`: the teacher has the policy's tokenizer. `own`: it may have another one, and reads prompt and answer as text,
+    with its own chat template. Log-probabilities are compared over the shortest spans of text that end with a token of both;
+    requires `loss_fn.topk: null`."""
+
     @field_validator("teacher_prompt")
     @classmethod
     def _names_its_fields(cls, text: str | None) -> str | None:
@@ -178,10 +183,11 @@ class DistillationConfig(RolloutAlgorithmConfig):
 
     @property
     def _prompt(self) -> TeacherPrompt | None:
+        own = self.teacher_tokenizer == "own"
         for key in ("teacher_prompt", "teacher_prompt_fn"):
             if getattr(self, key) is not None:
-                return TeacherPrompt(key=key, template=self.teacher_prompt, function=self.teacher_prompt_fn)
-        return None
+                return TeacherPrompt(key=key, template=self.teacher_prompt, function=self.teacher_prompt_fn, own_tokens=own)
+        return TeacherPrompt(key="teacher_tokenizer", own_tokens=True) if own else None
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
@@ -231,8 +237,21 @@ class DistillationConfig(RolloutAlgorithmConfig):
                 f"({generation.temperature:g}), or set loss_fn.topk.",
             )
 
+    def _tokenizer_conflicts(self, run: RunConfig) -> Iterator[str]:
+        loss = run.loss_fn
+        if self.teacher_weights != "frozen":
+            yield "own is only for a frozen teacher, since the policy has its own tokenizer already. Remove this key."
+        if run.teachers:
+            yield "own is not supported with a teacher for each task. Use one section `teacher`, or remove this key."
+        if isinstance(loss, DistillationLossConfig) and loss.topk is not None:
+            yield "own compares spans of sampled text, not distributions. Set loss_fn: {divergence: reverse_kl, topk: null}."
+        if any(turns > 1 for turns in run.max_turns.values()):
+            yield f"own is only supported for rollouts of one turn. Set {run.algorithm_name}.max_rollout_turns: 1."
+
     def _teacher_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         prompt = self._prompt
+        if self.teacher_tokenizer == "own":
+            yield from (((run.algorithm_name, "teacher_tokenizer"), message) for message in self._tokenizer_conflicts(run))
         if prompt is None and self.teacher_weights != "frozen":
             yield (
                 (run.algorithm_name, "teacher_weights"),

@@ -98,7 +98,7 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         ConfigError: a companion's tokenizer has other tokens or ids.
     """
     for name, section in companions_of(config).items():
-        if section.model_name == config.policy.model_name:
+        if section.model_name == config.policy.model_name or not _reads_token_ids(config, name):
             continue
         with with_key(f"{name}.{tokenizer_key(section)}"):
             own = load_tokenizer(section.tokenizer.name or section.model_name, model_name=section.model_name).get_vocab()
@@ -109,6 +109,12 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
                 f"{config.policy.model_name} in {len(others)} tokens, for example {others[0][0]!r}, so the policy's token "
                 "ids would mean other words. Use a model with the policy's tokenizer."
             )
+
+
+def _reads_token_ids(config: RunConfig, name: str) -> bool:
+    """Whether a model receives the policy's token ids; a teacher with its own tokenizer receives text."""
+    prompt = config.algorithm.runtime_needs.teacher_prompt
+    return name != "teacher" or prompt is None or not prompt.own_tokens
 
 
 def refuse_other_end_tokens(config: RunConfig) -> None:
@@ -130,7 +136,8 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
 
 def tokens_without_rows(config: RunConfig, tokenizer: Any) -> tuple[str, int, dict[int, str]]:
     """The model of the run whose embedding has the fewest rows, their number, and the tokens without one, by id."""
-    sizes = [(size, model.model_name) for model in models_of(config).values() if (size := embedding_rows(model)) is not None]
+    models = [model for name, model in models_of(config).items() if _reads_token_ids(config, name)]
+    sizes = [(size, model.model_name) for model in models if (size := embedding_rows(model)) is not None]
     rows, name = min(sizes, key=lambda size: size[0], default=(sys.maxsize, ""))
     return name, rows, {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
 
@@ -144,11 +151,11 @@ def embedding_rows(model: PolicyConfig) -> int | None:
     return size
 
 
-def with_rows_of_policy(model: PolicyConfig, policy: PolicyConfig, *, name: str) -> PolicyConfig:
-    """The section of a model; that of a teacher without the rows that the policy does not have. Both have one tokenizer."""
-    if not name.startswith("teacher"):
+def with_rows_of_policy(model: PolicyConfig, config: RunConfig, *, name: str) -> PolicyConfig:
+    """The section of a model; that of a teacher with the policy's tokenizer without the rows that the policy does not have."""
+    if not name.startswith("teacher") or not _reads_token_ids(config, name):
         return model
-    theirs, ours = embedding_rows(model), embedding_rows(policy)
+    theirs, ours = embedding_rows(model), embedding_rows(config.policy)
     if model.vocab_size is not None or theirs is None or ours is None or theirs <= ours:
         return model
     _log.info(

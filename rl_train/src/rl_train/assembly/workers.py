@@ -161,7 +161,7 @@ class Builder:
         run = with_schedule_lengths(self.run)
         sections, first = companions_of(run), shared_models(companions_of(run))
         models = {
-            name: self._model(f"{name}.backend", with_rows_of_policy(sections[name], run.policy, name=name), name=name)
+            name: self._model(f"{name}.backend", with_rows_of_policy(sections[name], run, name=name), name=name)
             for name in dict.fromkeys(first.values())
         }
         return {name: models[first[name]] for name in sections}

@@ -90,7 +90,7 @@ class RecordNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherPrompt:
-    """A prompt that the teacher reads instead of the policy's; one of `template` and `function` is set."""
+    """A prompt that the teacher reads instead of the policy's; at most one of `template` and `function` is set."""
 
     key: str
     """Config key, for errors."""
@@ -98,6 +98,8 @@ class TeacherPrompt:
     """Text that replaces the first user message; its fields are those of `rl_train.rollouts.teacher_rows`."""
     function: str | None = None
     """Import path of a function of a row that returns this text, or all messages of the prompt."""
+    own_tokens: bool = False
+    """Whether the teacher reads prompt and answer as text, in tokens of its own tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

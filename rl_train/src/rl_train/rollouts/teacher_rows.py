@@ -13,23 +13,28 @@ A function is called with a mapping of `question`, `completion`, `feedback`, `me
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import pad_value
+from rl_core.data.tokenizer import decode, encode
 from rl_core.errors import ConfigError, DataError, with_key
 from rl_core.interfaces.records import MESSAGE_KEYS, plain_text
 from rl_train.config.algorithm import TeacherPrompt
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import read_messages
 from rl_train.data.messages import prompt_log
+from rl_train.data.processors import load_policy_tokenizer
 from rl_train.data.records import load_function
 from rl_train.data.row_sections import OnTooLong
+from rl_train.data.special_tokens import control_tokens, guarded
 from rl_train.errors import reporting_errors
 from rl_train.prompts.templates import PromptTemplate
 from rl_train.rollouts.trajectory import is_sampled, log_token_ids
@@ -54,12 +59,19 @@ class TeacherRows:
     """[B] int64, tokens of the student's rows."""
     width: int = 0
     """T of the student's rows."""
+    spans: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[B, T] and [B, T'] int64, the span of text that a token of the student and of the teacher belongs to, from 1, or 0 for
+    none; None if both have the same tokens."""
 
     def aligned(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [B, T'] or [B, T', K] of the teacher's rows, at the positions of the student's: [B, T] or [B, T, K].
 
-        0 before the first sampled token and on padding.
+        0 before the first sampled token and on padding. With `spans`, the sum over the span that a token belongs to.
         """
+        if self.spans is not None:
+            of_student, of_teacher = self.spans
+            sums = scores.new_zeros(len(scores), int(max(of_student.max(), of_teacher.max())) + 1)
+            return sums.scatter_add(1, of_teacher, scores).gather(1, of_student).masked_fill_(of_student == 0, 0)
         if self.starts is None or self.shifts is None or self.lengths is None:
             return scores
         positions = torch.arange(self.width)
@@ -75,9 +87,10 @@ class TeacherPrompts:
     Args:
         prompt: the template or function.
         algorithm: name of the algorithm's section, for errors.
-        tokenizer: the policy's, with its chat template.
+        tokenizer: the one that the teacher reads, with its chat template: the policy's, unless `student` is set.
         max_length: maximum number of tokens of the teacher's rows; a mapping by task if there are several teachers.
         on_too_long: how a longer row is handled.
+        student: the policy's tokenizer, if the teacher reads answers in tokens of its own.
 
     Raises:
         ConfigError: the function cannot be imported.
@@ -91,7 +104,9 @@ class TeacherPrompts:
         tokenizer: Any,
         max_length: int | Mapping[str, int],
         on_too_long: OnTooLong,
+        student: Any = None,
     ) -> None:
+        self._student = student
         self.key, self.max_length = f"{algorithm}.{prompt.key}", max_length
         self._tokenizer, self._on_too_long = tokenizer, on_too_long
         self._template = None if prompt.template is None else PromptTemplate(user=prompt.template, source=prompt.key)
@@ -103,10 +118,12 @@ class TeacherPrompts:
         prompt, teacher = run.algorithm.runtime_needs.teacher_prompt, run.teacher or run.policy
         if prompt is None:
             return None
+        own = prompt.own_tokens and run.teacher is not None
         return cls(
             prompt,
             algorithm=run.algorithm_name,
-            tokenizer=tokenizer,
+            tokenizer=load_policy_tokenizer(teacher) if own else tokenizer,
+            student=tokenizer if own else None,
             max_length={task: section.max_total_sequence_length for task, section in run.teachers.items()}
             or teacher.max_total_sequence_length,
             on_too_long=OnTooLong(run.data.on_long_prompt),
@@ -120,7 +137,7 @@ class TeacherPrompts:
         Raises:
             DataError: a field is missing, or the prompts are too long.
         """
-        if self._template is None or not datums:
+        if self._function is not None or not datums:
             return
         lengths = [(len(self._tokens(_sample(datum), datum)), self._limit(datum.get("task_name"))) for datum in datums]
         too_long = [(length, limit) for length, limit in lengths if length >= limit]
@@ -140,31 +157,46 @@ class TeacherPrompts:
         groups: dict[int, list[Mapping[str, Any]]] = {}
         for sample, group in zip(samples, rows["group_ids"].tolist(), strict=True):
             groups.setdefault(group, []).append({key: sample[key] for key in _OF_A_SAMPLE})
-        lengths, mask = rows["input_lengths"].clone(), rows["sample_mask"].clone()
+        lengths, mask = rows["input_lengths"], rows["sample_mask"].clone()
         starts, shifts, tokens, known = lengths.clone(), torch.zeros_like(lengths), [], dict[str, torch.Tensor]()
+        of_student, of_teacher = torch.zeros_like(rows["input_ids"]), []
         for row, sample in enumerate(samples):
-            own = rows["input_ids"][row, : int(lengths[row])]
-            trained = rows["token_mask"][row].nonzero()
+            ids = rows["input_ids"][row, : int(lengths[row])]
+            trained, own = rows["token_mask"][row].nonzero(), ids if self._student is None else torch.zeros_like(ids[:1])
+            spans = torch.zeros_like(own)
             if len(trained) and mask[row]:
                 starts[row] = start = int(trained[0])
                 sample["group"] = groups[int(rows["group_ids"][row])]
                 prompt = self._tokens(sample, {key: rows[key][row] for key in ("tools", "prefill") if key in rows}, known)
                 limit = self._limit(rows["task_name"][row] if "task_name" in rows else None)
-                if len(prompt) + len(own) - start <= limit:
-                    own, shifts[row] = torch.cat([prompt, own[start:]]), len(prompt) - start
+                answer, in_student, in_teacher = self._answer(ids[start:])
+                if len(prompt) + len(answer) <= limit:
+                    own, shifts[row] = torch.cat([prompt, answer]), len(prompt) - start
+                    of_student[row, start : len(ids)] = in_student
+                    spans = torch.cat([torch.zeros_like(prompt), in_teacher])
                 elif self._on_too_long is OnTooLong.ERROR:
-                    raise self._too_long(len(prompt) + len(own) - start, limit, "A row of the teacher has")
+                    raise self._too_long(len(prompt) + len(answer), limit, "A row of the teacher has")
                 else:
                     mask[row] = 0.0
             tokens.append(own)
+            of_teacher.append(spans)
         seen: Batch = BatchedDataDict(
             input_ids=torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=pad_value("input_ids")),
-            input_lengths=lengths + shifts,
+            input_lengths=torch.tensor([len(each) for each in tokens]),
         )
         if "prompt_id" in rows:
             seen["prompt_id"] = rows["prompt_id"]
-        width = rows["input_ids"].shape[1]
-        return TeacherRows(rows=seen, sample_mask=mask, starts=starts, shifts=shifts, lengths=lengths, width=width)
+        aligned = None
+        if self._student is not None:
+            aligned = of_student, torch.nn.utils.rnn.pad_sequence(of_teacher, batch_first=True)
+        moved: dict[str, Any] = {"starts": starts, "shifts": shifts, "lengths": lengths, "spans": aligned}
+        return TeacherRows(rows=seen, sample_mask=mask, width=rows["input_ids"].shape[1], **moved)
+
+    def _answer(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tokens of an answer as the teacher reads them, and the spans of both sides' tokens."""
+        if self._student is None:
+            return ids, torch.zeros_like(ids), torch.zeros_like(ids)
+        return answer_spans(ids.tolist(), self._student, self._tokenizer)
 
     def _tokens(
         self, sample: Mapping[str, Any], row: Mapping[str, Any], known: dict[str, torch.Tensor] | None = None
@@ -180,14 +212,15 @@ class TeacherPrompts:
             return known[name]
 
     def _messages(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-        messages = sample["messages"]
+        messages: list[dict[str, Any]] = sample["messages"]
         if self._function is not None:
             with reporting_errors(f"{self.key} {self._function.__name__}", self._function):
                 returned = self._function(sample)
             if not isinstance(returned, str):
                 return read_messages(returned, f"the result of {self._function.__name__}", role="user")
+        elif self._template is None:
+            return messages
         else:
-            assert self._template is not None
             metadata = sample["metadata"] if isinstance(sample["metadata"], Mapping) else {}
             fields = {key: sample[key] for key in ("question", "completion", "feedback")} | dict(metadata)
             returned = self._template.fill(fields)[0]["content"]
@@ -209,6 +242,85 @@ class TeacherPrompts:
 def rows_of_teacher(rows: Batch, prompts: TeacherPrompts | None) -> TeacherRows:
     """The rows that a teacher scores: the student's, unless it reads other prompts."""
     return TeacherRows(rows=rows) if prompts is None else prompts.rows_of(rows)
+
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_INCOMPLETE = "\ufffd"
+
+
+def byte_ends(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """Number of bytes of the text up to the end of each token, also of tokens that end within a character.
+
+    Such tokens are those of byte-level vocabularies, whose names have a letter for each byte, and `<0x00>` to `<0xFF>`.
+    """
+    ends, first, complete, size, pending = list[int](), 0, 0, 0, 0
+    for number, token in enumerate(token_ids, 1):
+        # The text of a token depends on those before it: decoders drop the first space.
+        before, now = decode(tokenizer, token_ids[first:complete]), decode(tokenizer, token_ids[first:number])
+        if now.startswith(before) and not now.endswith(_INCOMPLETE):
+            size, pending, first, complete = size + len(now[len(before) :].encode()), 0, complete, number
+        else:
+            name = str(tokenizer.convert_ids_to_tokens(token))
+            pending += 1 if _BYTE.fullmatch(name) else len(name)
+        ends.append(size + pending)
+    return ends
+
+
+def answer_spans(token_ids: Sequence[int], student: Any, teacher: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tokens of an answer in a teacher's vocabulary, and the shortest spans of text that end with a token of both.
+
+    The student's end-of-sequence token is read as the teacher's, and other control tokens as those of the same name. Bytes
+    that are no text, text and control tokens that the teacher's vocabulary does not have, and what follows them are in no span.
+
+    Args:
+        token_ids: n tokens that the student sampled.
+        student: its tokenizer.
+        teacher: the teacher's tokenizer.
+
+    Returns:
+        The teacher's tokens [m], the span of each of the student's [n], and of each of the teacher's [m], all int64: spans are
+        numbered from 1, and 0 is none.
+    """
+    names = control_tokens(teacher)
+    controls = {number: names.get(name) for name, number in control_tokens(student).items()}
+    controls[student.eos_token_id] = teacher.eos_token_id
+    read, own, others, size = list[int](), list[int](), list[int](), 0
+    ends: tuple[Sequence[int], Sequence[int]]
+    for is_control, group in groupby(token_ids, key=controls.__contains__):
+        ids, base = [*group], size
+        if is_control:
+            tokens = [
+                token for token in takewhile(lambda token: token is not None, map(controls.get, ids)) if token is not None
+            ]
+            size, is_whole = base + len(tokens), len(tokens) == len(ids)
+            ends = (range(1, len(tokens) + 1),) * 2
+        else:
+            text, _, invalid = decode(student, ids).partition(_INCOMPLETE)
+            tokens = encode(text, guarded(teacher, text))
+            again = decode(teacher, tokens)
+            same = next((at for at, (one, other) in enumerate(zip(text, again, strict=False)) if one != other), len(again))
+            size, is_whole = base + len(text[:same].encode()), same == len(text) and not invalid
+            ends = byte_ends(ids, student), byte_ends(tokens, teacher)
+        own += [base + end for end in ends[0]]
+        others += [base + end for end in ends[1]]
+        read += tokens
+        if not is_whole:
+            break
+    of_student, of_teacher = torch.zeros(len(token_ids), dtype=torch.int64), torch.zeros(len(read), dtype=torch.int64)
+    sides = _numbered(own), _numbered(others)
+    numbers = {end: number for number, end in enumerate(sorted(set(sides[0]) & set(sides[1])), 1) if end[0] <= size}
+    for side, spans in zip(sides, (of_student, of_teacher), strict=True):
+        number = 0
+        for token in reversed(range(len(side))):
+            number = numbers.get(side[token], number)
+            spans[token] = number
+    return torch.tensor(read, dtype=torch.int64), of_student, of_teacher
+
+
+def _numbered(ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Each end with the number of tokens that have ended there: several do if some have no text."""
+    seen = Counter[int]()
+    return [(end, seen.update([end]) or seen[end]) for end in ends]
 
 
 Teacher = TypeVar("Teacher")
@@ -244,6 +356,8 @@ def teacher_scores(
     scores = {f"teacher_{name}": seen.aligned(columns[name]) for name in _SCORES if name in columns}
     if numbers:
         scores["teacher_numbers"] = torch.tensor([numbers[task] for task in rows["task_name"]])
+    if seen.spans is not None:
+        scores["teacher_spans"] = seen.spans[0]
     return scores if seen.sample_mask is None else scores | {"sample_mask": seen.sample_mask}
 
 

@@ -17,6 +17,13 @@ clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`),
 
     minimize -r A        its on-policy gradient is that of (log q - log p)² / 2, the k2 estimator of the KL
 
+A teacher with another tokenizer scores spans of text. With the log-probabilities of all tokens of a span s, the advantage of
+each of the student's tokens in it is
+
+    A_s = log p(s) - log q(s)        of which each token has the gradient, as for a single action with several tokens
+
+Aligned spans are those of https://arxiv.org/abs/2503.20083 (section 3), there for whole distributions and given text.
+
 Each token only gets its own divergence, unlike in MiniLLM (https://arxiv.org/abs/2306.08543), where it also gets those of later
 tokens.
 
@@ -43,7 +50,7 @@ CANDIDATES = "candidate_logprobs"
 Metrics = dict[str, torch.Tensor]
 
 
-NUMBERS = "teacher_numbers"
+NUMBERS, SPANS = "teacher_numbers", "teacher_spans"
 _BY_TEACHER = ("distillation/kl_forward", "distillation/kl_reverse", "distillation/kl_sampled")
 _SHARE = "distillation/tokens_frac/"
 
@@ -95,6 +102,11 @@ class DistillationLossFn(LossFunction):
             means |= {key: token_mean(values, own, global_valid_toks) for key, values in of_teacher.items()}
         return loss, means
 
+    @property
+    def optional_keys(self) -> frozenset[str]:
+        """The spans of text of a teacher with its own tokenizer."""
+        return frozenset({SPANS})
+
     def reported_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """The divergence from each of several teachers is a mean over the tokens that it scores."""
         shares = {f"{key}/{name}": metrics.get(_SHARE + name, 0.0) for key in _BY_TEACHER for name in self.teachers}
@@ -140,8 +152,22 @@ class DistillationLossFn(LossFunction):
         """[B, T] the surrogate of each sampled token, and metrics [B, T]."""
         previous = logprobs.detach() if self.on_policy else data["prev_logprobs"]
         ratio = bounded_log_ratio(logprobs, previous, mask).exp()
+        if SPANS in data:
+            spans = data[SPANS]
+            scored = (spans > 0).to(logprobs.dtype)
+            advantage = scored * (data["teacher_logprobs"] - over_spans(previous, spans))
+            excess = over_spans(logprobs.detach(), spans) - data["teacher_logprobs"]
+            # A mean over tokens: each token of a span has an equal part of it.
+            parts = scored * excess / over_spans(torch.ones_like(logprobs), spans)
+            return -ratio * advantage, {"distillation/kl_sampled": parts, "distillation/aligned_frac": scored}
         surrogate = -ratio * (data["teacher_logprobs"] - previous)
         return surrogate, {"distillation/kl_sampled": logprobs - data["teacher_logprobs"]}
+
+
+def over_spans(values: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
+    """[B, T] sum of `values` [B, T] over the tokens with the same entry in `spans` [B, T] int64."""
+    sums = values.new_zeros(len(spans), int(spans.max()) + 1)
+    return sums.scatter_add(1, spans, values).gather(1, spans)
 
 
 REST_FLOOR = 1e-5

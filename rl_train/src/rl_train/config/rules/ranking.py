@@ -39,7 +39,7 @@ METRICS: Final = {
     "preference/logprob_chosen preference/logprob_rejected",
     "labelled answers": "kto/margin kto/reward_desirable kto/reward_undesirable kto/desirable_frac kto/kl",
     "a teacher": "distillation/kl_forward distillation/kl_reverse distillation/kl_sampled distillation/topk_mass_teacher "
-    "distillation/topk_mass_student distillation/argmax_agreement",
+    "distillation/topk_mass_student distillation/argmax_agreement distillation/aligned_frac",
     "teachers of tasks": "distillation/kl_forward/* distillation/kl_reverse/* distillation/kl_sampled/* "
     "distillation/tokens_frac/*",
     "a teacher with its own prompt": "distillation/too_long_rows",
@@ -59,7 +59,8 @@ VALIDATION: Final = {
     "records": "loss tokens",
     "preference pairs": "accuracy margin score_chosen score_rejected logprob_chosen logprob_rejected",
     "labelled answers": "accuracy margin reward_desirable reward_undesirable desirable_frac kl",
-    "a teacher": "loss tokens kl_forward kl_reverse kl_sampled topk_mass_teacher topk_mass_student argmax_agreement",
+    "a teacher": "loss tokens kl_forward kl_reverse kl_sampled topk_mass_teacher topk_mass_student argmax_agreement "
+    "aligned_frac",
     "teachers of tasks": "kl_forward/* kl_reverse/* kl_sampled/* tokens_frac/*",
 }
 """The same for `validation/...`."""
