@@ -75,9 +75,7 @@ _TABLE = (
     _tokens("teacher_logprobs", "float32", _NATS, "algorithms", "Log-probs under the teacher."),
     _per_candidate("teacher_topk_token_ids", "int64", _ID, "algorithms", "`topk_token_ids` of the teacher."),
     _per_candidate("teacher_topk_logprobs", "float32", _NATS, "algorithms", "`topk_logprobs` of the teacher."),
-    _tokens(
-        "teacher_spans", "int64", "", "algorithms", "Span of text, from 1, that a teacher with other tokens scores; else 0."
-    ),
+    _tokens("teacher_spans", "int64", "", "algorithms", "Span of text that a teacher with other tokens scores; 0 for none."),
     _rows("teacher_numbers", "int64", "", "algorithms", "Number of the row's teacher, if tasks have several, from 0."),
     _per_candidate(
         "candidate_logprobs",
