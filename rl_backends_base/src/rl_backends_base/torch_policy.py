@@ -376,8 +376,8 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             torch.cuda.empty_cache()
 
     def average_weights(self, decay: float | None) -> None:
-        state = self.trainable_state()
-        if not isinstance(state, TrainingState):
+        """Update the moving average of the trained weights; without `decay`, exchange the two until the next such call."""
+        if not isinstance(state := self.trainable_state(), TrainingState):
             raise NotSupportedError(f"{type(self).__name__} has no moving average of its weights.")
         self.move(weights=self.device, state=None if decay is None else self.device)
         if decay is None:

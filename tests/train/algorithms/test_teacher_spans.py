@@ -86,7 +86,7 @@ def test_with_equal_tokenizers_each_token_is_a_span(text):
     assert of_student.tolist() == of_teacher.tolist() == [*range(1, len(ids) + 1)]
 
 
-def test_bytes_that_are_no_text_and_what_follows_them_are_in_no_span():
+def test_invalid_utf8_and_what_follows_it_is_in_no_span():
     face = encode("🤖", ONE)
     assert len(face) > 1
     ids = [*encode("the", ONE), *face[:-1], *encode(" thing", ONE)]

@@ -144,7 +144,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
     without memory for a second model; it needs its own prompt. `average`: as `current`, with an exponential moving average of
     the policy's weights."""
     teacher_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """For `average`, where it is required: d in average <- d * average + (1 - d) * weights, after each step."""
+    """Required with `average`, and only used there: d in average <- d * average + (1 - d) * weights, after each step."""
     teacher_prompt: str | None = None
     """Text that the teacher reads instead of the first user message. `{question}` is replaced by that message, `{name}` by a
     field of the row's metadata, such as `{expected_answer}`, `{completion}` by the student's answer, and `{feedback}` by what

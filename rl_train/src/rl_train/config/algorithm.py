@@ -99,7 +99,7 @@ class TeacherPrompt:
     function: str | None = None
     """Import path of a function of a row that returns this text, or all messages of the prompt."""
     own_tokens: bool = False
-    """Whether the teacher reads prompt and answer as text, in tokens of its own tokenizer."""
+    """Whether the teacher reads prompt and answer as text, in the tokens of another tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ class TeacherPrompts:
         tokenizer: the one that the teacher reads, with its chat template: the policy's, unless `student` is set.
         max_length: maximum number of tokens of the teacher's rows; a mapping by task if there are several teachers.
         on_too_long: how a longer row is handled.
-        student: the policy's tokenizer, if the teacher reads answers in tokens of its own.
+        student: the policy's tokenizer, if the teacher reads answers in its own tokens.
 
     Raises:
         ConfigError: the function cannot be imported.
@@ -269,8 +269,8 @@ def byte_ends(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
 def answer_spans(token_ids: Sequence[int], student: Any, teacher: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tokens of an answer in a teacher's vocabulary, and the shortest spans of text that end with a token of both.
 
-    The student's end-of-sequence token is read as the teacher's, and other control tokens as those of the same name. Bytes
-    that are no text, text and control tokens that the teacher's vocabulary does not have, and what follows them are in no span.
+    The student's end-of-sequence token is read as the teacher's, and other control tokens as those of the same name. Invalid
+    UTF-8, text and control tokens that the teacher's vocabulary does not have, and what follows them are in no span.
 
     Args:
         token_ids: n tokens that the student sampled.
