@@ -15,7 +15,7 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_train.algorithms import DistillationLossFn
 from rl_train.algorithms.losses.config import DistillationLossConfig
-from rl_train.config.algorithm import TeacherPrompt
+from rl_train.config.algorithm import RuntimeNeeds, TeacherPrompt
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.data.row_sections import OnTooLong
 from rl_train.launch.train import train
@@ -100,12 +100,13 @@ def prompts_of(tokenizer, template=TEMPLATE, *, function=None, max_length=512, o
 
 def run_of(student, teacher, prompts, loss_fn):
     """What `score` reads of a run."""
+    algorithm = SimpleNamespace(is_on_policy=lambda _: True, runtime_needs=RuntimeNeeds(teaches_itself=True))
     return SimpleNamespace(
         policy=student,
         teacher=teacher,
         teacher_prompts=prompts,
         loss_fn=loss_fn,
-        config=SimpleNamespace(loss_fn=loss_fn.config, algorithm=SimpleNamespace(is_on_policy=lambda _: True)),
+        config=SimpleNamespace(loss_fn=loss_fn.config, algorithm=algorithm),
         metrics=Recorder(),
         timed=Recorder().timed,
         free_memory_for=lambda _: None,
