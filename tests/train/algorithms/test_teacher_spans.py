@@ -33,7 +33,7 @@ def bpe(size, *texts):
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
 
-ONE, OTHER = bpe(300, *TEXTS), bpe(340, *reversed(TEXTS), "thth ñañ 46,46")
+ONE, OTHER = bpe(300, *TEXTS), bpe(340, *reversed(TEXTS), "thth ñañ 46,46", "誂誃説読" * 20)
 LETTERS = {
     letter: number
     for number, letter in zip(
@@ -55,7 +55,7 @@ def parts(ids, spans):
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(alphabet="the iof12+ ñ三😀é", max_size=25), ends=st.booleans())
+@given(text=st.text(alphabet="the iof12+ ñ三語😀é", max_size=25), ends=st.booleans())
 def test_spans_are_the_shortest_with_equal_bytes_and_have_all_tokens(text, ends):
     ids = encode(text, ONE) + [ONE.eos_token_id] * ends
     read, of_student, of_teacher = (each.tolist() for each in answer_spans(ids, ONE, OTHER))
@@ -78,12 +78,17 @@ def test_spans_are_the_shortest_with_equal_bytes_and_have_all_tokens(text, ends)
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(alphabet="the iof12+ ñ三😀é", max_size=25))
+@given(text=st.text(alphabet="the iof12+ ñ三語😀é", max_size=25))
 def test_with_equal_tokenizers_each_token_is_a_span(text):
     ids = encode(text, ONE)
     read, of_student, of_teacher = answer_spans(ids, ONE, ONE)
     assert read.tolist() == ids
     assert of_student.tolist() == of_teacher.tolist() == [*range(1, len(ids) + 1)]
+
+
+def test_both_tokenizers_divide_a_character_of_the_tests_in_different_places():
+    assert [len(bytes_of(ONE, [token])) for token in encode("語", ONE)] == [1, 1, 1]
+    assert [len(bytes_of(OTHER, [token])) for token in encode("語", OTHER)] == [2, 1]
 
 
 def test_invalid_utf8_and_what_follows_it_is_in_no_span():
