@@ -11,6 +11,9 @@ from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.server import OpenAIServer, Reply, probe
 from rl_backends_openai.weight_updates import WeightUpdates, updates_of
 from rl_core.backend import (
+    LORA_A,
+    LORA_B,
+    LORA_SCALE,
     BatchedDataDict,
     Completion,
     LengthLimits,
@@ -26,7 +29,6 @@ from rl_core.errors import ConfigError, DataError, NotSupportedError, WeightSync
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from rl_core.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -165,7 +167,8 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
         dtypes = self._run(self._receiving("prepare_refit_info").prepare(info))
-        floats = {dtype for name, dtype in dtypes.items() if "float" in dtype and not is_adapter(name)}
+        of_base = {name: dtype for name, dtype in dtypes.items() if not name.endswith((LORA_A, LORA_B, LORA_SCALE))}
+        floats = {dtype for dtype in of_base.values() if "float" in dtype}
         self.facts["precision"] = floats.pop() if len(floats) == 1 else "mixed"
         return dtypes
 

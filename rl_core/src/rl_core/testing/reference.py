@@ -103,7 +103,7 @@ class ReferenceModel(ABC):
     ) -> torch.Tensor:
         """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding.
 
-        Tokens from the id `used` on have probability 0. `images` is the column of that name, and `limits` are those of `limited`.
+        Tokens from the id `used` on have probability 0. `images` is that column, `limits` those of `limited`.
         """
         rows = []
         for tokens, length, shown in zip(ids, lengths.tolist(), images or [None] * len(ids), strict=True):
