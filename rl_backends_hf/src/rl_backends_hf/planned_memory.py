@@ -57,6 +57,8 @@ _UNTRACED: Final[dict[str, Any]] = {
 }
 """Keys of a policy on which a trace does not depend, or only by the number of shards."""
 _TEMPORARY: Final = "logits and temporary tensors"
+_SHORT: Final = 8
+"""Number of tokens of the row with which pictures are traced."""
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
 _TOWER: Final = "vision_config"
@@ -322,12 +324,17 @@ def _shards_of(config: HFPolicyConfig, ranks: int) -> int:
 def _with_pictures(
     config: HFPolicyConfig, rows: int, length: int, how: _Pass, images: Sequence[RowImage], prompts: int
 ) -> dict[str, int]:
-    """The result of `_traced` if this many prompts of the microbatch have pictures such as `images`."""
+    """The result of `_traced` if this many prompts of the microbatch have pictures such as `images`.
+
+    Pictures are traced with one short row, once for all microbatches. Temporary tensors of tower and LM head exist one after
+    the other.
+    """
     without = _traced(config, rows, length, how)
     if not images or not prompts:
         return without
-    shown = _traced(config, rows, length, replace(how, images=images))
-    return {part: size + prompts * (shown[part] - size) for part, size in without.items()}
+    short, shown = (_traced(config, 1, _SHORT, replace(how, images=each)) for each in ((), images))
+    kept = without["activations"] + prompts * (shown["activations"] - short["activations"])
+    return {"activations": kept, _TEMPORARY: max(without[_TEMPORARY], prompts * shown[_TEMPORARY])}
 
 
 def _traced(config: HFPolicyConfig, rows: int, length: int, how: _Pass) -> dict[str, int]:
