@@ -9,6 +9,8 @@ which would slow it down; `trl-batching` is TRL with Transformers' continuous ba
     python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --output benchmarks/results/grpo_vs_trl.md
     python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --prompt-tokens 512 --sides trl ours
 
+With `--pictures`, each prompt also has a picture, and the vision tower is frozen (`make_picture_model.py`).
+
 The sides sample different completions, of different lengths. With `--full-length` no token ends a completion, so both sides
 train on the same number of tokens.
 """
@@ -37,6 +39,9 @@ PROMPTS_PER_STEP, SEED, LEARNING_RATE = 2, 0, 1e-6
 
 STORY = "Tom writes down what he did in the week, because he wants to remember it. On the market he met a friend. "
 """Text before a question that makes its prompt longer."""
+
+
+PICTURES = " with a picture, a frozen vision tower"
 
 
 class Mark(NamedTuple):
@@ -93,6 +98,14 @@ def plain_questions(count):
     ]
 
 
+def picture(number, side):
+    """A picture of random pixels."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
 def vowel_reward(completions, **_):
     """The share of vowels, which differs between the samples of a prompt, so every row has a gradient."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
@@ -117,13 +130,20 @@ def without_end_tokens(model, folder):
 def run_trl(arguments):
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     texts = questions(PROMPTS_PER_STEP * (arguments.steps + 1), tokenizer, arguments.prompt_tokens)
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    auto, reader = AutoModelForCausalLM, tokenizer
+    if arguments.pictures:
+        rows = [{**row, "image": picture(number, arguments.pictures)} for number, row in enumerate(rows)]
+        auto, reader = AutoModelForImageTextToText, AutoProcessor.from_pretrained(arguments.model)
+    model = auto.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
+    if arguments.pictures:
+        model.model.vision_model.requires_grad_(False)
     tokens, marks = [], []
 
     class Clock(TrainerCallback):
@@ -137,8 +157,8 @@ def run_trl(arguments):
             return outputs
 
     trainer = Counting(
-        model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)),
-        processing_class=tokenizer,
+        model=model,
+        processing_class=reader,
         reward_funcs=vowel_reward,
         train_dataset=Dataset.from_list(rows),
         args=GRPOConfig(
@@ -194,8 +214,11 @@ def run_ours(arguments):
     texts = questions(
         PROMPTS_PER_STEP * (arguments.steps + 1), AutoTokenizer.from_pretrained(arguments.model), arguments.prompt_tokens
     )
-    rows = [json.dumps({"question": text}) for text in texts]
-    (folder / "questions.jsonl").write_text("\n".join(rows) + "\n")
+    rows, room = [{"question": text} for text in texts], 512 if arguments.pictures else 192
+    for number, row in enumerate(rows if arguments.pictures else []):
+        picture(number, arguments.pictures).save(folder / f"{number}.png")
+        row["images"] = [f"{number}.png"]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "grpo": {
             "num_prompts_per_step": PROMPTS_PER_STEP,
@@ -207,8 +230,9 @@ def run_ours(arguments):
             "backend": "hf",
             "model_name": str(Path(arguments.model).resolve()),
             "precision": arguments.dtype,
-            "max_total_sequence_length": 192 + arguments.completion_tokens + arguments.prompt_tokens,
+            "max_total_sequence_length": room + arguments.completion_tokens + arguments.prompt_tokens,
             "train_micro_batch_size": PROMPTS_PER_STEP * arguments.group,
+            "hf_cfg": {"freeze": ["vision_model"] if arguments.pictures else []},
             "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
             "generation": {"backend": "hf", "max_new_tokens": arguments.completion_tokens},
         },
@@ -291,7 +315,7 @@ def measure(side, arguments):
     command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--dtype", arguments.dtype]
     command += ["--threads", str(arguments.threads), "--steps", str(arguments.steps)]
     command += ["--prompt-tokens", str(arguments.prompt_tokens), "--group", str(arguments.group)]
-    command += ["--completion-tokens", str(arguments.completion_tokens)]
+    command += ["--completion-tokens", str(arguments.completion_tokens), "--pictures", str(arguments.pictures)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     memory = PeakMemory(process.pid)
     memory.start()
@@ -332,7 +356,8 @@ def table(rounds, arguments):
         "# GRPO against TRL",
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {arguments.group} samples, prompts of "
-        f"{prompt:.0f} tokens, {'exactly' if arguments.full_length else 'at most'} {arguments.completion_tokens} new tokens, "
+        f"{prompt:.0f} tokens{PICTURES if arguments.pictures else ''}, "
+        f"{'exactly' if arguments.full_length else 'at most'} {arguments.completion_tokens} new tokens, "
         f"{arguments.threads} threads, {machine()}. Rounds: {len(rounds)}, each with {arguments.steps} steps per side after a "
         "warm-up step. Only tokens in the backward pass count. Median (smallest to largest). "
         "`ours` is rlcore in one process, `ours-ray` over Ray.",
@@ -375,6 +400,7 @@ def main():
     parser.add_argument("--completion-tokens", type=int, default=64, help="largest number of new tokens")
     parser.add_argument("--group", type=int, default=8, help="samples of each of the two prompts")
     parser.add_argument("--full-length", action="store_true", help="no token ends a completion, so all have the full length")
+    parser.add_argument("--pictures", type=int, default=0, help="pixels of the side of each prompt's picture; 0 for none")
     parser.add_argument("--sides", nargs="+", default=["trl", "ours", "ours-ray"], help="what to measure")
     parser.add_argument("--side", choices=["trl", "trl-batching", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)
