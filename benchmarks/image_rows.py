@@ -1,8 +1,9 @@
 """Time and memory of reading rows with JPEG pictures, against what the model's own processor needs for the same pictures.
 
     python benchmarks/image_rows.py --rows 10000
+    python benchmarks/image_rows.py --rows 2000 --size 1280 960
 
-Each row has another picture, 320 x 240 pixels. Three ways alternate, in parts of 500 rows: Pillow decodes the file to RGB; the
+Each row has another picture. Three ways alternate, in parts of 500 rows: Pillow decodes the file to RGB; the
 processor of Transformers decodes and prepares it; a dataset of rlcore makes the whole row (tokens, positions and tensors).
 Memory is the process's resident memory after each part, with 64 MiB for pictures that are kept (`data.images.cache_mib`).
 """
@@ -32,17 +33,17 @@ from rl_train.data.processors import prompt_datum
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "pictures" / "model"
-PART, SIZE, KEPT_MIB = 500, (320, 240), 64
+PART, KEPT_MIB = 500, 64
 
 
-def write_rows(folder: Path, count: int) -> Path:
+def write_rows(folder: Path, count: int, size: tuple[int, int]) -> Path:
     """Smooth random pictures as JPEG files, and a JSON Lines file with a row for each."""
     (folder / "pictures").mkdir()
     rows = []
     for number in range(count):
         values = torch.randint(0, 256, (15, 20, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
         name = f"pictures/{number}.jpg"
-        Image.fromarray(values.numpy()).resize(SIZE, Image.Resampling.BICUBIC).save(folder / name, quality=90)
+        Image.fromarray(values.numpy()).resize(size, Image.Resampling.BICUBIC).save(folder / name, quality=90)
         rows.append({"question": "Which color?", "expected_answer": "red", "images": [name]})
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,9 +54,11 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
-    count = parser.parse_args().rows
+    parser.add_argument("--size", type=int, nargs=2, default=(320, 240), help="width and height of the pictures in pixels")
+    given = parser.parse_args()
+    count = given.rows
     with tempfile.TemporaryDirectory() as folder:
-        path = write_rows(Path(folder), count)
+        path = write_rows(Path(folder), count, tuple(given.size))
         tokenizer = load_tokenizer(MODEL)
         processor = load_processor(str(MODEL), tokenizer)
         tokenizer.image_reader = ImageReader(str(MODEL), ImagesConfig(cache_mib=KEPT_MIB))

@@ -318,7 +318,7 @@ def test_functions_of_data_that_do_not_exist_are_refused(files, good):
     files.write('{"question": "1+1", "expected_answer": "2"}\n', "rows.jsonl")
     data = "  train: {dataset_name: jsonl, path: rows.jsonl, record_fn: %s, processor: rl_train.data.processors.nothing}"
     first, second = files.errors(good.replace("  train: {dataset_name: arithmetic}", data % "alpacca"))
-    assert "data.train.record_fn: unknown function 'alpacca'. Did you mean 'alpaca'? Use alpaca, gsm8k" in first
+    assert "data.train.record_fn: unknown function 'alpacca'. Did you mean 'alpaca'? Use alpaca, boolq" in first
     assert (
         "data.train.processor: rl_train.data.processors.nothing cannot be imported: rl_train.data.processors has no" in second
     )

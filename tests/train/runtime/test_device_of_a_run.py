@@ -26,6 +26,12 @@ def test_a_run_in_one_process_refuses_a_device_that_the_process_does_not_compute
         make_cluster(ClusterConfig(backend="in_process", use_gpus=not SEES_A_GPU), ExitStack())
 
 
+def sections(started, *, value):
+    """The sections of a run, with a list of what was started."""
+    policy = SimpleNamespace(generation=None)
+    return SimpleNamespace(policy=policy, value=value, teacher=None, teachers={}, env={}, started=started)
+
+
 class Recorded(Builder):
     """Records what would be started, without starting anything."""
 
@@ -49,7 +55,7 @@ class Recorded(Builder):
 def test_on_gpus_the_engine_has_measured_its_memory_and_sleeps_before_anything_else_loads():
     started = []
     builder = Recorded(
-        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None), env={}),
+        run=sections(started, value=object()),
         registry=None,
         exits=ExitStack(),
         cluster=SimpleNamespace(use_gpus=True),
@@ -65,7 +71,7 @@ def test_an_engine_with_its_own_gpus_does_not_sleep_while_the_policy_loads():
         engine_cluster = SimpleNamespace(use_gpus=True)
 
     started = []
-    run = SimpleNamespace(value=None, teacher=None, started=started, env={})
+    run = sections(started, value=None)
     WithOwnResources(run=run, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True)).start(samples=True)
     assert started == ["policy", "engine", "critic"]
 
@@ -73,7 +79,7 @@ def test_an_engine_with_its_own_gpus_does_not_sleep_while_the_policy_loads():
 def test_on_gpus_a_run_that_samples_nothing_has_no_engine():
     started = []
     builder = Recorded(
-        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None), env={}),
+        run=sections(started, value=object()),
         registry=None,
         exits=ExitStack(),
         cluster=SimpleNamespace(use_gpus=True),
