@@ -1,7 +1,7 @@
 """Writes an Idefics 3 with random weights and its processor, for `grpo_vs_trl.py --pictures`.
 
     python benchmarks/make_picture_model.py /tmp/idefics3
-    python benchmarks/grpo_vs_trl.py --model /tmp/idefics3 --pictures 224 --full-length --sides trl ours
+    python benchmarks/grpo_vs_trl.py --model /tmp/idefics3 --pictures 224 --sides trl ours
 
 Its processor is one of the few that Transformers makes without torchvision, so TRL can run it as well.
 """
