@@ -6,6 +6,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     (folder / "acme_models.py").write_text(textwrap.dedent(ACME_MODELS))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        import_module("acme_models")  # a test that has changed sys.path before this fixture restores it without the folder
         manager = discover()
         # What else is installed here must not change what the tests see.
         used = ("core", "train", "rlcore", "hf", "envs", "serve")
