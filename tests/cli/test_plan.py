@@ -50,6 +50,17 @@ def test_the_quickstart_is_planned_by_process_and_phase():
     assert planned["step"] is None
 
 
+def test_the_greedy_rollouts_of_remax_have_keys_and_values():
+    def keys_and_values(samples, *overrides):
+        given = [IN_PROCESS, "grpo.num_prompts_per_step=2", f"grpo.num_generations_per_prompt={samples}", *overrides]
+        registry = Registry(discover())
+        run = load_config(GRPO, given, registry=registry, stages=()).run
+        [process] = plan_memory(run, registry, on_gpu=False, limit=2**40).processes
+        return process.phases["rollout"]["keys and values"]
+
+    assert keys_and_values(7) < keys_and_values(7, "grpo.adv_estimator={name: remax}") == keys_and_values(8)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -63,6 +63,11 @@ class RolloutNeeds:
         """B = P x G, number of rows of one draw."""
         return self.prompts_per_draw * self.samples_per_prompt
 
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Number of rollouts that are played for each prompt: G, and the greedy one."""
+        return self.samples_per_prompt + self.greedy_baseline
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordNeeds:

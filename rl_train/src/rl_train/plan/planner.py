@@ -302,11 +302,12 @@ def _engine(
         undescribed.append(f"all of the engine: its backend {section.backend} does not describe its memory")
         return
     replicas = replicas_of(run, section, processes=planner.processes if on_gpu else 1)
-    rows, prompt = -(-rows_of_step(run) // replicas), longest_prompt(run)
     rollouts = run.algorithm.runtime_needs.rollouts
-    shown = pictures.of(planner, "engine", not_counted, -(-rows // (1 if rollouts is None else rollouts.samples_per_prompt)))
-    given = {"rows": rows, "prompt": prompt, "on_gpu": on_gpu, "limit": gpu, "shares_weights": shares_weights, **shown}
-    phases = dict(planner.by_phase(**given))
+    prompts, each = (rows_of_step(run), 1) if rollouts is None else (rollouts.prompts_per_draw, rollouts.rollouts_per_prompt)
+    rows = -(-prompts * each // replicas)
+    shown = pictures.of(planner, "engine", not_counted, -(-rows // each))
+    given = {"rows": rows, "prompt": longest_prompt(run), **shown}
+    phases = dict(planner.by_phase(**given, on_gpu=on_gpu, limit=gpu, shares_weights=shares_weights))
     held = phases.pop("held")
     if not shares_weights:
         buffer = section.refit_buffer_mib * 2**20

@@ -27,7 +27,7 @@ from rl_train.assembly.parts import loss_of
 from rl_train.assembly.run_assembly import build_run
 from rl_train.config.algorithm import RolloutNeeds
 from rl_train.config.loader import LoadedConfig
-from rl_train.config.rules.models import loaded_models
+from rl_train.config.rules.models import loaded_models, role_of
 from rl_train.config.schedules import OptimizerSteps, optimizer_steps
 from rl_train.config.schema import CheckpointingConfig, LoggingConfig, ProfilingConfig, RunConfig
 from rl_train.files import parse_size
@@ -140,7 +140,7 @@ def _sampling(
     engine = engine_time(run, registry, gpu, section, longest)
     replicas = replicas_of(run, section, processes=engine.processes)
     prompts = -(-rollouts.prompts_per_draw // replicas)
-    each = rollouts.samples_per_prompt + rollouts.greedy_baseline
+    each = rollouts.rollouts_per_prompt
     lengths = {"prompt": longest_prompt(run), "completion": section.max_new_tokens}
     found = {"rollout": rollouts.sampled_fraction * engine.seconds(rows=prompts * each, prompts=prompts, **lengths)}
     if run.cluster.backend == "ray" or not memory_planner(registry, "policy", run.policy).is_shared:
@@ -216,7 +216,7 @@ def _passes(run: RunConfig, registry: Registry, gpu: Gpu, name: str, model: Poli
     length, tokens = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), batch.rows * batch.length
     rows, scored = max(1, tokens // length), tokens
     count = -(-rows_of_step(run) // model.data_ranks(run.cluster)) * length / tokens
-    if name.startswith("teachers."):  # tasks are assumed to have equally many rows
+    if role_of(name) == "teacher" and run.teachers:  # tasks are assumed to have equally many rows
         count *= sum(each == model for each in run.teachers.values()) / len(run.teachers)
     if rollouts is not None:
         prompt = min(longest_prompt(run), length - 1)
