@@ -76,7 +76,7 @@ def test_plain_lines_are_printed_when_piped(train_here):
     [
         ({"policy": {"modle_name": "x"}}, "model_name"),
         ({"policy": {"model_name": "no/such/model"}}, "no/such/model"),
-        ({"grpo": {"num_generations_per_prompt": 1}}, "needs at least 2"),
+        ({"grpo": {"num_generations_per_prompt": 1}}, "Set at least 2"),
         ({"policy": {"generation": {"backend": "opneai"}}}, "Did you mean 'openai'?"),
         ({"env": {"arithmetic": None, "chess": {}}}, "chess"),
         ({"data": {"train": {"dataset_name": "arithmetic", "num_samples": 2}}}, "2 records"),

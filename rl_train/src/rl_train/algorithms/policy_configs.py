@@ -263,6 +263,14 @@ class AdvantageConfig(Section):
         return self
 
 
+_WITHOUT_SHAPING = {
+    "max_rl": "makes rewards negative, but adv_estimator max_rl divides by the mean reward of a group",
+    "remax": "penalizes long answers, but adv_estimator remax compares rewards with that of a greedy answer, which is not "
+    "penalized",
+}
+"""Why estimators do not work with `reward_shaping`."""
+
+
 class GRPOConfig(PolicyGradientConfig):
     """Group-relative policy optimization (GRPO)."""
 
@@ -321,21 +329,10 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
     @model_validator(mode="after")
-    def _rewards_have_a_baseline(self) -> GRPOConfig:
-        if self.adv_estimator.name == "remax" and self.reward_shaping.enabled:
-            raise ValueError(
-                "reward_shaping penalizes long answers, but adv_estimator remax compares rewards with that of a greedy answer, "
-                "which is not penalized. Remove reward_shaping, or use another estimator"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_are_not_negative(self) -> GRPOConfig:
-        if self.adv_estimator.name == "max_rl" and self.reward_shaping.enabled:
-            raise ValueError(
-                "reward_shaping makes rewards negative, but adv_estimator max_rl divides by the mean reward of a group. Remove "
-                "reward_shaping, or use another estimator"
-            )
+    def _penalties_suit_the_estimator(self) -> GRPOConfig:
+        reason = _WITHOUT_SHAPING.get(self.adv_estimator.name)
+        if self.reward_shaping.enabled and reason is not None:
+            raise ValueError(f"reward_shaping {reason}. Remove reward_shaping, or use another estimator")
         return self
 
     @model_validator(mode="after")
@@ -362,8 +359,8 @@ class GRPOConfig(PolicyGradientConfig):
         if self.num_generations_per_prompt == 1 and self.adv_estimator.name != "remax":
             yield (
                 (run.algorithm_name, "num_generations_per_prompt"),
-                f"adv_estimator {self.adv_estimator.name} compares the samples of a prompt with each other, so it needs at "
-                "least 2. Set more, or use adv_estimator remax, which compares each sample with a greedy answer.",
+                "1 sample per prompt is only supported with adv_estimator remax, which compares it with a greedy answer. "
+                "Set at least 2, or use that estimator.",
             )
         if self.max_num_epochs is not None and self.use_dynamic_sampling:
             yield (
