@@ -369,8 +369,7 @@ def _depths_of(model: PreTrainedModel) -> dict[str, int]:
     """Number of layers by the key of their section in the config, which is empty for a model of text."""
     text, tower = model.config.get_text_config(decoder=True), getattr(model.config, _TOWER, None)
     name = next((key for key in model.config.sub_configs if getattr(model.config, key) is text), "")
-    own = "num_hidden_layers" in dir(text) and text.num_hidden_layers
-    layers = {name: own, _TOWER: tower and getattr(tower, _depth_key(tower), 0)}
+    layers = {name: getattr(text, "num_hidden_layers", 0), _TOWER: tower and getattr(tower, _depth_key(tower), 0)}
     return {key: depth for key, depth in layers.items() if isinstance(depth, int) and depth}
 
 

@@ -21,7 +21,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Capability, Kind, did_you_mean, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import Source
-from rl_train.config.rules.models import companions_of, model_path, models_of
+from rl_train.config.rules.models import companions_of, model_path, models_of, role_of
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location
@@ -153,7 +153,7 @@ def embedding_rows(model: PolicyConfig) -> int | None:
 
 def with_rows_of_policy(model: PolicyConfig, config: RunConfig, *, name: str) -> PolicyConfig:
     """The section of a model; that of a teacher with the policy's tokenizer without the rows that the policy does not have."""
-    if not name.startswith("teacher") or not _reads_token_ids(config, name):
+    if role_of(name) != "teacher" or not _reads_token_ids(config, name):
         return model
     theirs, ours = embedding_rows(model), embedding_rows(config.policy)
     if model.vocab_size is not None or theirs is None or ours is None or theirs <= ours:

@@ -131,7 +131,7 @@ def kind_problem(component: Any, kind: Kind | None) -> str | None:
 
 
 def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights: bool = False) -> dict[str, Contract]:
-    """The contracts of the models and the engine of a run: `policy`, `value`, `teacher`, `teachers`, `policy.generation`.
+    """The contracts of the models and the engine of a run: `policy`, `value`, `teacher`, `policy.generation`.
 
     Args:
         run: the config.
@@ -158,12 +158,10 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
         policy.append("average_weights")
     base = ColocatablePolicyInterface if samples else PolicyInterface
     scalar = run.policy.head == "scalar"
-    of_teacher = Contract(bases=(ColocatablePolicyInterface,), methods=tuple(teacher))
     contracts = {
         "policy": Contract(bases=(TrainableInterface,) if scalar else (base,), methods=tuple(policy)),
         "value": Contract(bases=(ValueInterface,), methods=("train", *saved)),
-        "teacher": of_teacher,
-        "teachers": of_teacher,
+        "teacher": Contract(bases=(ColocatablePolicyInterface,), methods=tuple(teacher)),
         "policy.generation": Contract(bases=(GenerationInterface,), methods=() if own_weights else _REFIT),
     }
     return {name: replace(contract, caller=run.algorithm_name) for name, contract in contracts.items()}

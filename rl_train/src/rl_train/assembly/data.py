@@ -39,8 +39,9 @@ from rl_train.tools.task_tools import TaskTools
 
 _log = logging.getLogger("rlcore")
 _FIRST_ROWS = 100
-_NO_TASKS: tuple[str, Collection[str]] = ("env", ())
 """Rows in which a final message of the assistant is looked for."""
+_NO_TASKS: tuple[str, Collection[str]] = ("env", ())
+"""The result of `tasks_of` for rows whose tasks are not checked."""
 
 
 class BadRows:

@@ -161,7 +161,7 @@ def assemble_run(
     """
     config, loaders = builder.run, prepared.loaders
     needs = config.algorithm.runtime_needs
-    companions = tuple(dict.fromkeys(workers.companions.values()))
+    companions = workers.companion_models
     run = Run(
         config=config,
         folder=folder,
@@ -216,7 +216,7 @@ def _device_memory(builder: Builder, workers: Workers) -> DeviceMemory:
     return DeviceMemory(
         workers.policy,
         workers.generation if config.rollout.max_staleness == 0 else None,  # otherwise, rows are always in progress
-        companions=tuple(dict.fromkeys(workers.companions.values())),
+        companions=workers.companion_models,
         limited=builder.takes_turns,
         both_fit=config.engine_has_own_resources or (builder.shares_gpus and not builder.takes_turns),
     )

@@ -45,7 +45,12 @@ class Workers:
     generation: GenerationInterface | None = None
     environments: Mapping[str, EnvironmentInterface] = field(default_factory=dict)
     companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
-    """The companion models, by section."""
+    """The companion models, by section; those of several tasks may be one model."""
+
+    @property
+    def companion_models(self) -> tuple[DistributedPolicy, ...]:
+        """The companion models, each once."""
+        return tuple(dict.fromkeys(self.companions.values()))
 
     def wait_ready(self) -> None:
         """Wait until every model is loaded, so that loading errors are raised before the first step.
@@ -54,7 +59,7 @@ class Workers:
             WorkerError: a rank could not load its model.
             DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
         """
-        models: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
+        models: tuple[object, ...] = (self.policy, self.generation, *self.companion_models)
         for model in models:
             if isinstance(model, WorkerFacade):
                 model.wait_ready()

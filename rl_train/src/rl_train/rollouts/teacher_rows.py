@@ -1,7 +1,8 @@
-"""The rows of a step as a teacher with another prompt reads them: its prompt, then the same tokens of the rollout.
+"""The rows of a step as a teacher with another prompt or tokenizer reads them, and its scores at the student's positions.
 
-Everything up to the first sampled token is replaced; sampled tokens and later messages of the environment are kept as they are.
-The teacher's scores are moved back to the positions of the student's row.
+With another prompt, everything up to the first sampled token is replaced; sampled tokens and later messages of the environment
+are kept as they are. With another tokenizer, the answer is read as text, and scores are added up over spans of it
+(`answer_spans`).
 
 Fields of a template: `question`, the first user message of the prompt; `completion`, what the student wrote in all turns;
 `feedback`, what the environment wrote after the last turn; and the fields of the row's metadata, which take precedence.

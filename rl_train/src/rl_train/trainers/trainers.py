@@ -35,6 +35,7 @@ from rl_train.assembly.workers import Builder, Workers
 from rl_train.checkpoints.inputs import ComparedConfig
 from rl_train.config.loader import load_config
 from rl_train.config.rules.components import validates
+from rl_train.config.rules.models import role_of
 from rl_train.config.rules.rollouts import own_weights_refused
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
@@ -274,13 +275,13 @@ class Trainer:
         if self.generation is not None and self.generation.has_own_weights:
             key = getattr(self.config.policy.generation, "weights_key", None)
             yield f"`generation`: {own_weights_refused(name, type(self.generation).__name__, key)}"
-        has_teacher = any(key.startswith("teacher") for key in self._companions)
+        has_teacher = "teacher" in map(role_of, self._companions)
         if ("teacher" in companions) != has_teacher:
             yield f"{name} {'does not use a teacher: remove' if has_teacher else 'needs a teacher: pass'} `teacher`."
         given = {"policy": self.policy, "policy.generation": self.generation, **self._companions}
         contracts = model_contracts(self.config, self._loss_fn)
         for key, model in given.items():
-            contract = contracts[key if key == "policy.generation" else key.partition(".")[0]]
+            contract = contracts[key if key == "policy.generation" else role_of(key)]
             if model is not None and (problem := contract.problem(type(model))) is not None:
                 yield f"`{key.removeprefix('policy.')}`: {problem}"
         if "value" in companions and self.value is None:

@@ -41,7 +41,7 @@ from rl_train.assembly.contracts import (
 from rl_train.assembly.error_locations import problem_in_section
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.rules.components import each_component, each_section, sampler_problems
-from rl_train.config.rules.models import MODELS, each_engine, each_interpreter, each_model, model_path, models_of
+from rl_train.config.rules.models import MODELS, each_engine, each_interpreter, each_model, model_path, models_of, role_of
 from rl_train.config.rules.rollouts import declares_own_weights, each_task, too_few_turns, unverified_weights
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, Stage, UnavailableError, Use, rule
 from rl_train.config.rules.run import schedule_problems, schedule_warnings
@@ -88,7 +88,7 @@ def policy_classes_keep_their_contract(config: RunFacts, name: str, model: Polic
         return
     named = () if name == "policy" else ("name",)
     contracts = model_contracts(config.run, _loss_of(config)) if config.use is Use.TRAIN else EVALUATION_CONTRACTS
-    contract = replace(contracts[name.partition(".")[0]], arguments=(*MODEL_ARGUMENTS, *named))
+    contract = replace(contracts[role_of(name)], arguments=(*MODEL_ARGUMENTS, *named))
     if (problem := contract.problem(config.load(Kind.POLICY, model.backend))) is not None:
         yield Problem((*model_path(name), "backend"), problem)
 

@@ -11,7 +11,7 @@ from rl_core.errors import PluginError
 from rl_core.plugins.component import Capability, Component, Kind, Status, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.requirements import unmet_needs
-from rl_train.config.rules.models import MODELS, each_engine, each_model, model_path
+from rl_train.config.rules.models import MODELS, each_engine, each_model, model_path, role_of
 from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import LoggerConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS, SLOTS, SectionSchema, sections_at
@@ -166,14 +166,14 @@ def _without_effect(config: CheckedConfig, path: tuple[str, ...], reason: str, k
 @rule("algorithm", *COMPANIONS, applies_to=TRAINING, each=lambda _: [(name,) for name in COMPANIONS])
 def companions_are_those_of_the_algorithm(config: CheckedConfig, companion: str) -> Iterator[Problem]:
     """A value model and a teacher are configured if the algorithm uses them, and only then."""
-    run, kind = config.run, companion.removesuffix("s")
-    is_used, is_configured = kind in run.algorithm.runtime_needs.companions, bool(getattr(run, companion))
+    run, role = config.run, role_of(companion)
+    is_used, is_configured = role in run.algorithm.runtime_needs.companions, bool(getattr(run, companion))
     if is_configured and not is_used:
-        yield Problem((companion,), f"{run.algorithm_name} does not use a {kind}: remove the section.")
-    elif is_used and not is_configured and companion == kind and not (kind == "teacher" and run.teachers):
+        yield Problem((companion,), f"{run.algorithm_name} does not use a {role}: remove the section.")
+    elif is_used and not is_configured and companion == role and not (role == "teacher" and run.teachers):
         yield Problem(
             (companion,),
-            f"is required. {run.algorithm_name} needs a {kind} model. Set its `backend` and `model_name`.",
+            f"is required. {run.algorithm_name} needs a {role} model. Set its `backend` and `model_name`.",
             is_missing=True,
         )
 

@@ -51,6 +51,12 @@ def model_path(name: str) -> KeyPath:
     return (section, task) if task else (section,)
 
 
+def role_of(name: str) -> str:
+    """What a model of `models_of` is: `policy`, `value` or `teacher`, which those of tasks are as well."""
+    section = str(model_path(name)[0])
+    return "teacher" if section == "teachers" else section
+
+
 def with_models(run: RunConfig, models: Mapping[str, PolicyConfig]) -> RunConfig:
     """The run with other sections of models, by their names in `models_of`."""
     paths = {model_path(name): model for name, model in models.items()}
@@ -128,14 +134,14 @@ def policy_is_not_frozen(config: CheckedConfig) -> Iterator[Problem]:
 @rule("algorithm", *COMPANIONS, applies_to=TRAINING, each=each_companion)
 def companions_keep_what_their_section_implies(config: CheckedConfig, companion: str, model: PolicyConfig) -> Iterator[Problem]:
     """A value model is trained and has a scalar head; a teacher is frozen and scores tokens; neither samples."""
-    path, kind = model_path(companion), companion.partition(".")[0].removesuffix("s")
-    if kind not in config.run.algorithm.runtime_needs.companions:
+    path, role = model_path(companion), role_of(companion)
+    if role not in config.run.algorithm.runtime_needs.companions:
         return
     for key, value in COMPANIONS[str(path[0])].items():
         if getattr(model, key) != value:
-            yield Problem((*path, key), f"must be {show(value)} for a {kind}, which is the default: remove the key.")
+            yield Problem((*path, key), f"must be {show(value)} for a {role}, which is the default: remove the key.")
     if model.generation is not None:
-        yield Problem((*path, "generation"), f"a {kind} does not sample; only the policy does. Remove the section.")
+        yield Problem((*path, "generation"), f"a {role} does not sample; only the policy does. Remove the section.")
 
 
 @rule("policy.max_total_sequence_length", "policy.generation.max_new_tokens", each=each_engine)
