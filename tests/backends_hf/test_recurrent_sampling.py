@@ -11,7 +11,7 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import WorkerError
+from rl_core.errors import NotSupportedError, WorkerError
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import ByReferenceTransport
@@ -45,7 +45,7 @@ def folder_of(tmp_path_factory):
     return write
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[FAMILIES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:])])
 def folder(request, folder_of):
     return folder_of(request.param)
 
@@ -163,6 +163,13 @@ def test_rows_that_join_late_and_rows_in_progress_at_a_refit_have_the_log_probab
         torch.testing.assert_close(logprobs[prompt:], expected[prompt:], atol=TOLERANCE, rtol=0)
     engine.shutdown()
     policy.shutdown()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_packed_rows_would_share_a_recurrence_and_are_refused(parts, folder_of, family):
+    config = parts.make_config(folder_of(family), sequence_packing={"enabled": True, "train_mb_tokens": 64})
+    with pytest.raises((NotSupportedError, WorkerError), match=r"policy.sequence_packing.enabled: false"):
+        HuggingFacePolicy(config=config).wait_ready()
 
 
 def test_a_wrong_state_is_found_before_a_run_starts(folder, monkeypatch):

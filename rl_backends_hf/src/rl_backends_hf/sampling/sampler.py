@@ -1,8 +1,8 @@
 """Samples from a Transformers causal LM: one prefill per prompt, then all rows together, one token at a time.
 
-Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts. A model that derives
-positions from a mask, attends in another way or keeps other state would silently sample from another distribution, so
-`probe_sampling` compares a few tokens with the model's own forward pass at start-up.
+Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts; rows of models that keep
+other state are equally long instead (`CohortRows`). A model that derives positions from a mask or attends in another way would
+silently sample from another distribution, so `probe_sampling` compares a few tokens with the model's own forward pass at start.
 """
 
 from __future__ import annotations
