@@ -34,21 +34,26 @@ SMALL = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input", "mamba_d_state"), 8),
     **{"linear_num_value_heads": 4, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0, "rotary_dim": 4},
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8, "state_size": 8, "dropout": 0.0, "attn_pdrop": 0.0},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1], "expert_layer_period": 2},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 
 
 def has_field(config, name):
-    """Whether a config has a field, of all layers or of each."""
-    return name in config.to_dict() or hasattr(type(config), name)
+    """Whether a config has a field that can be set, of all layers or of each."""
+    own = getattr(type(config), name, None)
+    is_settable = not isinstance(own, property) or own.fset is not None
+    return is_settable and (name in config.to_dict() or hasattr(type(config), name))
 
 
 def tiny_config(family):
     """A config of the family with small sizes and strong windows and caps, and each type of layer; None if it is not small."""
     text = transformers.CONFIG_MAPPING[family]().get_text_config(decoder=True)
     fields = {key: value for key, value in SMALL.items() if has_field(text, key)}
-    if getattr(text, "layer_types", None):
+    if has_field(text, "layer_types") and text.layer_types:
         kinds = list(dict.fromkeys(text.layer_types))
+        if kinds == ["linear_attention"]:  # published models of the family have both
+            kinds.append("full_attention")
         fields["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         fields["num_hidden_layers"] = len(fields["layer_types"])
     if hasattr(text, "kv_lora_rank"):  # each head has its own keys and values

@@ -10,7 +10,7 @@ from rl_backends_hf.model import load_model
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError, NonFiniteError, NotSupportedError
+from rl_core.errors import DataError, NonFiniteError
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "granite", "cohere")
 VOCAB_SIZE = 160
@@ -306,16 +306,6 @@ def test_broken_weights_are_an_error_that_names_the_row(model_folder):
     model.get_output_embeddings().weight.data[7] = float("nan")
     with pytest.raises(NonFiniteError, match="Row 0"):
         sampler_of(model).generate(batch_of(prompts_of([4])))
-
-
-def test_a_model_with_recurrent_layers_is_refused():
-    config = transformers.FalconH1Config(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=16, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(NotSupportedError, match="FalconH1"):
-        Sampler(model)
 
 
 def test_generation_does_not_change_the_model(model_folder):

@@ -7,6 +7,7 @@ import tiny_vlms
 import torch
 import torch.distributed as dist
 import transformers
+from family_configs import tiny_config
 from policy_cases import NLL, TINY_SHAPE, counts_of, make_context, make_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -18,6 +19,7 @@ from rl_backends_hf import planned_memory
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
+from rl_backends_hf.memory_trace import LiveBytes
 from rl_backends_hf.model import DTYPES, decoder_layers, load_model, model_without_weights
 from rl_backends_hf.pictures import Pictures, rope_positions, with_pictures
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
@@ -111,6 +113,22 @@ def deep_vlm(folder):
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     config.save_pretrained(folder)
     return make_config(str(folder))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_what_experts_in_float32_compute_is_that_of_real_ones(tmp_path, family):
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family))
+    model.save_pretrained(tmp_path)
+    config = make_config(str(tmp_path))
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    given = padded_input(ids, torch.full((ROWS,), LENGTH), device=torch.device("cpu"), shift=TokenScoring.shift)
+    scoring, live = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens).train(), LiveBytes(model, gloo=False)
+    with live:
+        scoring(given.input_ids, given.hidden_index, given.targets, given.attention).sum().backward()
+    phase = planned(config)["train"]
+    assert phase["activations"] + phase["logits and temporary tensors"] == pytest.approx(
+        live.peak, rel=0.05
+    )  # small integers of torch
 
 
 def test_copies_for_float32_products_of_bfloat16_weights_are_counted_on_cpus_only(model_folder):

@@ -55,11 +55,13 @@ def names_of_layers(model: torch.nn.Module) -> set[str]:
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """The argument of the forward pass that takes keys and values: `cache` since Transformers 5.24, `past_key_values` before.
+    """The argument of the forward pass that takes the cache: `cache` since Transformers 5.24, `past_key_values` before.
 
-    Transformers 5.40 will not take the old name any more; a model with its own code may have no other.
+    Transformers 5.40 will not take the old name any more; a model with its own code may have no other. Mamba calls it
+    `cache_params`.
     """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), "past_key_values")
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -380,8 +380,9 @@ class CacheBudget:
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers, at least 1; recurrent layers are counted as attention."""
     width = 0
     for layer in config_of_each_layer(model.config.get_text_config(decoder=True)):
-        width += (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * head_width(layer)
-    return int(2 * width * model.dtype.itemsize)
+        heads: int = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", None) or 0
+        width += heads * head_width(layer)
+    return max(1, int(2 * width * model.dtype.itemsize))

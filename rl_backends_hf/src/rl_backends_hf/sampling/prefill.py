@@ -29,7 +29,6 @@ from rl_backends_hf.scoring.probe import refusing_errors, tolerance
 from rl_backends_hf.scoring.token_scoring import chunked_scores, logit_transform
 from rl_backends_hf.transformers_internals import attention_of, cache_keyword, layers_of, takes_other_attention
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import NotSupportedError
 
 _SCORED_LOGITS: Final = 2**24
 """Number of logits that exist at one time while prompts are scored: 64 MiB in float32."""
@@ -63,11 +62,14 @@ class PrefillPlan:
         return (len(self.groups) + 1) * max(len(each.prompt) for each in (*self.groups, group)) <= max_tokens
 
 
-def prefill(model: PreTrainedModel, plan: PrefillPlan, scorer: PromptScorer | None = None) -> tuple[torch.Tensor, DynamicCache]:
+def prefill(
+    model: PreTrainedModel, plan: PrefillPlan, scorer: PromptScorer | None = None, *, cache: DynamicCache | None = None
+) -> tuple[torch.Tensor, DynamicCache]:
     """Logits [N, V] of the token after each group's prompt, and keys and values; `scorer` sets the scores of prompts.
 
     The cache has left-padded columns of the prefixes, if there are any, and then left-padded columns of new tokens. `Row.state`
-    becomes the distance from the number of a token to its position, for rows with images that change it.
+    becomes the distance from the number of a token to its position, for rows with images that change it. `cache` is an empty
+    one for models that keep something other than keys and values.
     """
     # Computed on the host, which knows all of it, and copied to the device at the end.
     device = model.get_input_embeddings().weight.device
@@ -83,7 +85,7 @@ def prefill(model: PreTrainedModel, plan: PrefillPlan, scorer: PromptScorer | No
     positions = (is_new.cumsum(dim=1) - 1).clamp_(min=0) + past
     if has_rope_grid(model) and any(group.images for group in plan.groups):
         positions = _with_coordinates(model, plan, positions)
-    cache = DynamicCache()
+    cache = DynamicCache() if cache is None else cache
     for number, layer in enumerate(zip(*(prefix.layers for prefix in plan.prefixes), strict=True)):
         keys, values = zip(*layer, strict=True)
         cache.update(_left_padded(keys, past_width), _left_padded(values, past_width), number)
@@ -276,23 +278,15 @@ class AttentionLayout:
     window: int | None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> AttentionLayout:
-        """Read the layout from a model's config.
-
-        Raises:
-            NotSupportedError: a layer has other state, such as a recurrent state or chunked attention.
-        """
+    def of(cls, model: PreTrainedModel) -> AttentionLayout | None:
+        """Read the layout from a model's config; None if a layer keeps something else, such as a recurrent state."""
         text = model.config.get_text_config(decoder=True)
         kinds, arguments = layers_of(text)
         recurrent = {"recurrent"}.intersection(getattr(text, "layers_block_type", ()))  # RecurrentGemma has no `layer_types`
         unknown = sorted({*kinds, *recurrent} - {_FULL, _SLIDING})
         windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}
         if unknown or len(windows) > 1:
-            found = f"layers of type {', '.join(unknown)}" if unknown else f"several sliding windows, {sorted(windows)}"
-            raise NotSupportedError(
-                f"{type(model).__name__} has {found}. This sampler supports only full and sliding-window attention. Use "
-                "another generation backend for this model."
-            )
+            return None
         return cls(num_layers=len(kinds), kinds=frozenset(kinds), window=next(iter(windows), None))
 
     def mask(self, cache: SlotCache, *, score_dtype: torch.dtype | None) -> torch.Tensor | dict[str, torch.Tensor]:

@@ -1,19 +1,20 @@
 """Samples from a Transformers causal LM: one prefill per prompt, then all rows together, one token at a time.
 
-Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts. A model that derives
-positions from a mask, attends in another way or keeps other state would silently sample from another distribution, so
-`probe_sampling` compares a few tokens with the model's own forward pass at start-up.
+Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts; rows of models that keep
+other state are equally long instead (`CohortRows`). A model that derives positions from a mask or attends in another way would
+silently sample from another distribution, so `probe_sampling` compares a few tokens with the model's own forward pass at start.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rl_backends_base import Row, RowSampler, SamplingParameters, TokenModel
 from rl_backends_hf.config import HFGenerationConfig
@@ -35,8 +36,87 @@ _REFILL_SHARE: Final = 8
 """Rows join once one in this many slots is free, because a prefill of few rows costs nearly as much as one of many."""
 
 
+@dataclass(kw_only=True)
+class Cohort:
+    """Rows with equally many tokens, and the model's cache, whose rows are in the same order."""
+
+    rows: list[Row]
+    cache: DynamicCache
+
+    def keep(self, staying: set[Row]) -> None:
+        """Drop the other rows."""
+        kept = [number for number, row in enumerate(self.rows) if row in staying]
+        if kept and len(kept) < len(self.rows):
+            self.cache.reorder_cache(torch.tensor(kept))
+        self.rows = [self.rows[number] for number in kept]
+
+
+class CohortRows:
+    """Rows of a model whose layers keep something other than keys and values, such as recurrent or sparse attention.
+
+    Rows that begin together with equally many tokens are a cohort: they stay equally long, so the model's own cache holds them
+    without padding, and no mask is needed. Each layer then computes what it would for a row alone, whatever it keeps. The price
+    is a forward pass per cohort and token.
+
+    Args:
+        model: a causal LM.
+        scorer: scores prompts; None if the model's logits are computed in another way.
+        max_tokens: maximum number of tokens of one prefill.
+    """
+
+    def __init__(self, model: PreTrainedModel, scorer: PromptScorer | None, *, max_tokens: int) -> None:
+        self._model, self._scorer, self._max_tokens = model, scorer, max_tokens
+        self._cohorts: list[Cohort] = []
+
+    def prefill(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[Row]]:
+        """Start rows; logits [len(rows), V] of the next token, and the rows in their order."""
+        logits, begun = list[torch.Tensor](), list[Row]()
+        for plan in self._plans(rows):
+            computed, cache = prefill(self._model, plan, self._scorer, cache=DynamicCache(config=self._model.config))
+            sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
+            cohort = Cohort(rows=[row for group in plan.groups for row in group.rows], cache=cache)
+            if len(sources) > len(plan.groups):
+                cache.reorder_cache(torch.tensor(sources))
+            self._cohorts.append(cohort)
+            logits.append(computed[torch.tensor(sources, device=computed.device)])
+            begun += cohort.rows
+        return torch.cat(logits), begun
+
+    def _plans(self, rows: Sequence[Row]) -> list[PrefillPlan]:
+        """Prefills of equally long prompts."""
+        plans: dict[int, list[PrefillPlan]] = {}
+        for group in group_by_prompt(rows):
+            found = plans.setdefault(len(group.prompt), [])
+            if not found or not found[-1].has_space_for(group, max_tokens=self._max_tokens):
+                found.append(PrefillPlan(groups=[], prefixes=[]))
+            found[-1].groups.append(group)
+        return [plan for equally_long in plans.values() for plan in equally_long]
+
+    def decode(self) -> tuple[torch.Tensor, list[Row]]:
+        """Logits [N, V] of the next token of all rows, and the rows in their order."""
+        logits = [self._decoded(cohort) for cohort in self._cohorts]
+        return torch.cat(logits), [row for cohort in self._cohorts for row in cohort.rows]
+
+    def _decoded(self, cohort: Cohort) -> torch.Tensor:
+        device = self._model.get_input_embeddings().weight.device
+        tokens = torch.tensor([row.tokens[-1:] for row in cohort.rows], device=device)
+        positions = torch.tensor([[row.num_tokens - 1 + (row.state or 0)] for row in cohort.rows], device=device)
+        keyword = {cache_keyword(self._model): cohort.cache}
+        output: torch.Tensor = self._model(input_ids=tokens, position_ids=positions, use_cache=True, **keyword).logits
+        return output[:, -1]
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Drop all rows but these."""
+        staying = set(rows)
+        for cohort in self._cohorts:
+            cohort.keep(staying)
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+
+
 class SlotRows(TokenModel):
     """Rows in slots of a KV cache, which exists only while rows are in flight; nothing else depends on the weights.
+
+    Rows of a model that keeps something other than keys and values are in cohorts instead, see `CohortRows`.
 
     Attributes:
         model: a causal LM.
@@ -53,12 +133,11 @@ class SlotRows(TokenModel):
         """Sample from `model` from now on.
 
         Raises:
-            NotSupportedError: the cache does not support the model's attention.
+            NotSupportedError: the model computes the logits of every position.
         """
         self.model, hf = model, config.hf_cfg
-        self._layout, self._scorer = AttentionLayout.of(model), PromptScorer.of(model)
+        self._scorer = PromptScorer.of(model)
         self.scores_prompts = self._scorer is not None
-        self._sharing = PromptSharing.of(model, window=self._layout.window)
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise NotSupportedError(
                 f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
@@ -72,6 +151,10 @@ class SlotRows(TokenModel):
         max_bytes = None if hf.kv_cache_gib is None else int(hf.kv_cache_gib * 2**30)
         self._budget = CacheBudget(model, max_rows=hf.max_batch_rows, max_bytes=max_bytes)
         self.sessions = SessionCache(hf.session_cache_mb * 2**20)
+        layout = AttentionLayout.of(model)
+        self._cohorts = None if layout is not None else CohortRows(model, self._scorer, max_tokens=self.prefill_tokens)
+        if layout is not None:
+            self._layout, self._sharing = layout, PromptSharing.of(model, window=layout.window)
         self._cache_keyword = cache_keyword(model)
         self._has_grid, self._whole_pictures = has_rope_grid(model), attends_within_pictures(model)
         self._cache: SlotCache | None = None
@@ -94,11 +177,15 @@ class SlotRows(TokenModel):
         """Number of rows that may be decoded together; active rows may be more than that once longer ones wait."""
         if not self._budget.is_limited:
             return self._budget.max_rows
-        if self._cache is None:
+        if not self._slots:
             self._budget.measure()
         return self._budget.rows(longest=max(row.longest for row in rows))
 
     def prefill(self, rows: Sequence[Row]) -> torch.Tensor:
+        if self._cohorts is not None:
+            computed, begun = self._cohorts.prefill(rows)
+            self._slots += begun
+            return self._in_order(computed, begun, rows)
         groups, logits = group_by_prompt(rows), list[torch.Tensor]()
         first = len(self._slots)
         for plan in self._plans(groups):
@@ -159,6 +246,8 @@ class SlotRows(TokenModel):
         return self._cache
 
     def decode(self, rows: Sequence[Row]) -> torch.Tensor:
+        if self._cohorts is not None:
+            return self._in_order(*self._cohorts.decode(), rows)
         cache = self._cache
         assert cache is not None
         cache.advance()
@@ -184,6 +273,8 @@ class SlotRows(TokenModel):
 
     def forget(self, rows: Sequence[Row]) -> None:
         """Keep keys and values of sessions whose turn has ended."""
+        if self._cohorts is not None:
+            return
         slots = {row: slot for slot, row in enumerate(self._slots)}
         for row in rows:
             if row.session is not None and row.has_ended and row.error is None:
@@ -193,7 +284,9 @@ class SlotRows(TokenModel):
     def keep(self, rows: Sequence[Row]) -> None:
         slots = {row: slot for slot, row in enumerate(self._slots)}
         self._slots = list(rows)
-        if rows and self._cache is not None:
+        if self._cohorts is not None:
+            self._cohorts.keep(rows)
+        elif rows and self._cache is not None:
             self._cache.keep([slots[row] for row in rows], tokens=[row.num_tokens - 1 for row in rows])
         else:
             self._cache = None
@@ -203,7 +296,8 @@ class SlotRows(TokenModel):
         was_training = self.model.training
         self.model.eval()
         try:
-            with decoding_attention(self.model), packed_linears(self.model, rows=rows, steps=steps):
+            attention = decoding_attention(self.model) if self._cohorts is None else nullcontext()
+            with attention, packed_linears(self.model, rows=rows, steps=steps):
                 yield
         finally:
             self.sessions.clear()
@@ -246,7 +340,7 @@ class Sampler(SlotRows):
         rows: the rows.
 
     Raises:
-        NotSupportedError: the cache does not support the model's attention.
+        NotSupportedError: the model computes the logits of every position.
     """
 
     def __init__(
