@@ -27,12 +27,14 @@ SAVED_NAMES: Final = {
     "use_dora": "use_dora",
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
+    "target_parameters": "target_parameters",
 }
 """Key of the section `lora` to the key of peft's config; these are read from a folder if they are not set."""
 _OF_TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
+_A: Final = "lora_A.weight"
 _OF_HEAD: Final = "base_model.model.score.weight"
 _UNSUPPORTED: Final = (
-    *("bias", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "target_parameters"),
+    *("bias", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
     *("trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "use_qalora", "kasa_config", "monteclora_config"),
 )
 """Keys of peft's config that make it compute something other than W x + s B A x on whole linear layers, if they are set."""
@@ -153,13 +155,13 @@ class AdapterFolder:
             if key not in section:
                 if saved:
                     yield "adapter_path", f"{self.name} has `{key}: {saved}`, which only the backend `hf` supports."
-            elif not key.endswith("modules") and section[key] != saved:
+            elif not key.endswith("modules") and _unordered(section[key]) != _unordered(saved):
                 there = f"`{SAVED_NAMES[key]}: {saved}`"
                 yield (
                     key,
                     f"{section[key]} differs from the adapter in {self.name}, which has {there}. Remove {key} to use that.",
                 )
-        layers = {match[1] for name in self.shapes if (match := _OF_TENSOR.fullmatch(name))}
+        layers = {match[1] for name in self.shapes if (match := _OF_TENSOR.fullmatch(name))} - self._experts
         targets = section["target_modules"]
         if odd := sorted(layers - (matching(targets, layers) - matching(section["exclude_modules"] or [], layers))):
             yield (
@@ -172,6 +174,18 @@ class AdapterFolder:
                 "target_modules",
                 f"{unmatched[0]!r} is not adapted in {self.name}. Remove target_modules to use those of the adapter.",
             )
+
+    @cached_property
+    def _experts(self) -> set[str]:
+        """The modules, one inside another, with adapters of experts: the rows of A are those of all experts of a layer."""
+        rank = self.config.get("r") or 1
+        rows = {
+            match[1]: shape[0]
+            for name, shape in self.shapes.items()
+            if (match := _OF_TENSOR.fullmatch(name)) and match[2] == _A
+        }
+        given = self.config.get("target_parameters")
+        return {module for module, size in rows.items() if given and size > rank and size % rank == 0}
 
     def _unsupported(self, head: str) -> Iterator[str]:
         """The settings and tensors that cannot be continued, in words."""
@@ -193,9 +207,13 @@ class AdapterFolder:
             if match is None or is_head:
                 yield f"the tensor {name}"
                 return
-            if match[2] == "lora_A.weight" and shape[:1] != (config.get("r"),):
+            if match[2] == _A and shape[:1] != (config.get("r"),) and match[1] not in self._experts:
                 yield f"{name} with rank {shape[0]} instead of `r: {config.get('r')}`"
                 return
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
 
 
 def check_same_adapter(folder: Path, settings: Mapping[str, Any], *, at: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from rl_core.errors import TransportDeclinedError
 from rl_core.interfaces.policy import RefitManifest
+
+OF_TENSOR: Final = "_lora"
+"""End of the name of a layer that consists of the adapters of a tensor of experts, after that of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,9 @@ def _slices_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, S
     # A loaded model remembers what its own folder needed, which may differ from what another folder needs.
     fresh = copy.copy(model)
     fresh.__dict__.pop("_weight_conversions", None)
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    # No checkpoint has the adapters of a tensor of experts, and what renames the tensor would tear their names apart.
+    own = {name for name in shapes if name.partition(".lora_")[0].removesuffix(OF_TENSOR) in shapes and ".lora_" in name}
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in own}
     with _CopiesAreViews(), torch.no_grad():
         written: dict[str, torch.Tensor] = revert_weight_conversion(fresh, dict(empty))
     containers = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in empty.items()}

@@ -99,7 +99,7 @@ class AdapterConfig(Section):
 
 
 def matching_names(
-    wanted: str | Sequence[str], names: Iterable[str], linear: Iterable[str], *, section: str, key: str
+    wanted: str | Sequence[str], names: Iterable[str], linear: Iterable[str], *, section: str, key: str, hint: str = ""
 ) -> set[str]:
     """The names that peft would match, each given name or expression at least one.
 
@@ -109,6 +109,7 @@ def matching_names(
         linear: those of the linear layers, for the error.
         section: the section of the adapters, such as `policy.hf_cfg.lora`.
         key: the key in it, such as `target_modules`.
+        hint: what else the model has, at the end of an error.
 
     Raises:
         UserError: a name or the expression matches nothing, or the expression is invalid.
@@ -122,21 +123,21 @@ def matching_names(
             ) from error
         if not (found := matching(wanted, names)):
             how = "as a regular expression for full module names "
-            raise _no_match_error(wanted, set(linear), at=f"{section}.{key}", how=how)
+            raise _no_match_error(wanted, set(linear), at=f"{section}.{key}", how=how, hint=hint)
         return found
     found_by_name = {each: matching([each], names) for each in wanted}
     for each in (each for each, found in found_by_name.items() if not found):
-        raise _no_match_error(each, set(linear), at=f"{section}.{key}", how="")
+        raise _no_match_error(each, set(linear), at=f"{section}.{key}", how="", hint=hint)
     return set().union(*found_by_name.values())
 
 
-def _no_match_error(wanted: str, linear: set[str], *, at: str, how: str) -> UserError:
+def _no_match_error(wanted: str, linear: set[str], *, at: str, how: str, hint: str) -> UserError:
     ends = sorted({name.rpartition(".")[2] for name in linear})
     return UserError(
         f"`{at}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
-        f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
+        f"layers are {', '.join(ends)} (one is {sorted(linear)[0]}).{hint}"
         if linear
-        else f"`{at}`: the model has no linear layer except its head.",
+        else f"`{at}`: the model has no linear layer except its head.{hint}",
         key=at,
     )
 

@@ -40,8 +40,12 @@ class HFPolicyConfig(PolicyConfig):
 
     @property
     def adapter_problem(self) -> str | None:
-        uses_dora = self.hf_cfg.lora is not None and self.hf_cfg.lora.use_dora
-        return "policy.hf_cfg.lora.use_dora also scales each row of the merged weight" if uses_dora else None
+        lora, engine = self.hf_cfg.lora, self.generation
+        if lora is not None and lora.use_dora:
+            return "policy.hf_cfg.lora.use_dora also scales each row of the merged weight"
+        if lora is not None and lora.target_parameters and not isinstance(engine, HFGenerationConfig | None):
+            return "only the engine `hf` computes with adapters of experts (policy.hf_cfg.lora.target_parameters)"
+        return None
 
     @property
     def missing_reference(self) -> str | None:
@@ -88,6 +92,13 @@ class HFPolicyConfig(PolicyConfig):
             yield (
                 (*at, "autocast"),
                 f"requires policy.precision: bfloat16, but it is {self.precision}. Set it, or remove autocast.",
+            )
+        muon = [self.optimizer.name, *(group.name for group in self.optimizer.groups.values())].count("torch.optim.Muon")
+        if lora.target_parameters and muon:
+            yield (
+                (*at, "target_parameters"),
+                "Muon cannot update adapters of experts: those of all experts of a layer are one matrix, which it would update as "
+                "a whole. Use torch.optim.AdamW, or adapt linear layers only.",
             )
         if lora.dropout > 0 and run.algorithm.needs_generation and run.policy is self:
             yield (

@@ -1,8 +1,8 @@
-"""Finds modules by the names in the config: the linear layers that LoRA adapts, and frozen modules."""
+"""Finds modules by the names in the config: the linear layers and experts that LoRA adapts, and frozen modules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rl_backends_base.adapter_folder import ALL_LINEAR
+from rl_backends_base.adapter_folder import ALL_LINEAR, matching
+from rl_backends_base.adapters import fused_experts
 from rl_backends_base.lora_section import matching_names, nothing_left_error
 from rl_backends_hf.model_options import LoRAConfig
 from rl_backends_hf.pictures import language_model
@@ -35,6 +36,7 @@ def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> 
         UserError: as `LoraAdapters`.
     """
     lora_targets(model, config, head=scalar_head(model) if head == "scalar" else model.get_output_embeddings())
+    expert_targets(model, config)
 
 
 def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | None) -> set[str]:
@@ -46,7 +48,8 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
     text = {*language_model(model).modules()}
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
-    match = partial(matching_names, names=modules, linear=linear, section=_SECTION)
+    hint = experts_hint(model)
+    match = partial(matching_names, names=modules, linear=linear, section=_SECTION, hint=hint)
     excluded = match(config.exclude_modules or [], key="exclude_modules")
     wanted = config.target_modules
     if wanted == ALL_LINEAR:
@@ -59,10 +62,49 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
             matching = match([each], key="target_modules")
             targets |= {name for name in matching if modules[name] in text} or matching
     for name in sorted(targets - excluded - linear):
-        _reject_module(name, modules[name], is_head=modules[name] is head)
-    if not targets - excluded:
+        _reject_module(name, modules[name], is_head=modules[name] is head, hint=hint)
+    if not targets - excluded and not config.target_parameters:
         raise nothing_left_error(_SECTION)
     return targets - excluded
+
+
+def expert_targets(model: PreTrainedModel, config: LoRAConfig) -> set[str]:
+    """Names of the tensors of experts to adapt, which peft would match too; rejects names that match something else."""
+    key, fused = f"{_SECTION}.target_parameters", fused_experts(model)
+    names = [name for name, _ in model.named_parameters()]
+    if config.target_parameters and not fused:
+        raise UserError(
+            f"`{key}`: {type(model).__name__} has no tensor that stacks the experts of a layer. Remove it; linear layers belong in "
+            "target_modules.",
+            key=key,
+        )
+    targets = set[str]()
+    for wanted in config.target_parameters:
+        found = matching([wanted], names)
+        if not found:
+            meant = did_you_mean(wanted, _ends(fused, 1) + _ends(fused, 2))
+            raise UserError(
+                f"`{key}`: {wanted!r} matches no tensor of the model.{meant} Tensors of its experts are {', '.join(_ends(fused, 2))}.",
+                key=key,
+            )
+        for name in sorted(found - fused.keys()):
+            raise UserError(
+                f"`{key}`: {wanted!r} matches {name}, which does not stack the experts of a layer. Linear layers belong in "
+                f"target_modules; tensors of experts are {', '.join(_ends(fused, 2))}.",
+                key=key,
+            )
+        targets |= found
+    return targets
+
+
+def experts_hint(model: PreTrainedModel) -> str:
+    """A sentence that says how the experts of a model are adapted; empty if it has no fused ones."""
+    ends = _ends(fused_experts(model), 2)
+    return f" Its experts are fused, and adapted with target_parameters: [{', '.join(ends)}]." if ends else ""
+
+
+def _ends(names: Iterable[str], components: int) -> list[str]:
+    return sorted({".".join(name.split(".")[-components:]) for name in names})
 
 
 def freeze_modules(model: PreTrainedModel, patterns: Sequence[str]) -> None:
@@ -96,7 +138,7 @@ def freeze_modules(model: PreTrainedModel, patterns: Sequence[str]) -> None:
         )
 
 
-def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
+def _reject_module(name: str, module: nn.Module, *, is_head: bool, hint: str) -> None:
     if is_head and name == HEAD_NAME:
         raise UserError(
             f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, which is trained in full. Leave it out; "
@@ -110,7 +152,7 @@ def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
             key="policy.hf_cfg.lora.target_modules",
         )
     inside = sorted({key.rpartition(".")[2] for key, child in module.named_modules() if key and isinstance(child, nn.Linear)})
-    hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
+    hint = f" Name the linear layers in it: {', '.join(inside)}.{hint}" if inside else hint
     raise UserError(
         f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, but only linear layers can be adapted."
         f"{hint}",

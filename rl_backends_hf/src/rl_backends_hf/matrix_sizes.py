@@ -7,12 +7,10 @@ from collections import Counter
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rl_backends_base.adapters import EXPERT_AXES
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
-
-_EXPERT_AXES = 3
-"""Number of axes of a weight that stacks the matrices of all experts of a layer."""
 
 
 def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
@@ -29,6 +27,12 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     sizes: Counter[str] = Counter()
     packed = {layer.weight: layer.form() for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+    experts_of = {
+        id(factor): getattr(wrapper, "num_experts", 1)  # in peft, the adapters of all experts of a layer are one matrix
+        for wrapper in model.modules()
+        if hasattr(wrapper, "lora_A")
+        for factor in (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters())
+    }
     parameters = dict.fromkeys([*language_model(model).parameters(), *([] if head is None else [head])])
     for parameter in parameters:
         weight = packed.get(parameter, parameter)
@@ -36,7 +40,7 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
         if head is not None and parameter is head:
             sizes[f"{kind}_head"] += parameter.numel()
         elif parameter.ndim > 1 and id(parameter) not in embeddings:
-            experts = parameter.shape[0] if parameter.ndim == _EXPERT_AXES else 1
+            experts = parameter.shape[0] if parameter.ndim == EXPERT_AXES else experts_of.get(id(parameter), 1)
             chosen = getattr(config, "num_experts_per_tok", None) or 1
             sizes[kind] += weight.numel() * min(chosen, experts) // experts
     return {**sizes, "attention": sum(map(_attention_width, config_of_each_layer(config)))}

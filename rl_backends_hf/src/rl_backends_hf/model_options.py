@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -66,6 +66,9 @@ class LoRAConfig(AdapterConfig):
     """Linear layers to adapt: a list of names or name suffixes (`[q_proj, v_proj]`), a regular expression for full names, or
     `all-linear`, which means all except the LM head. In a vision-language model, `all-linear` and names mean layers of the
     language model; layers of the vision tower are adapted if only they match a name."""
+    target_parameters: list[str] = Field(default_factory=list)
+    """Tensors that stack the experts of a layer to adapt: names or name suffixes (`[experts.gate_up_proj, experts.down_proj]`).
+    Each expert has its own A and B. By default, experts stay frozen. Called the same in peft."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
     use_dora: bool = False
@@ -73,6 +76,22 @@ class LoRAConfig(AdapterConfig):
     autocast: bool = False
     """Whether to compute adapters in the data type of the base (`torch.autocast`) instead of float32, which is faster on GPUs.
     Their weights, gradients and optimizer state stay float32. Requires `policy.precision: bfloat16`."""
+
+    @model_validator(mode="after")
+    def _check_target_modules(self) -> Self:
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(f"target_modules is empty, so nothing would be trained: name layers, or use {ALL_LINEAR!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        for key in ("use_dora", "dropout") if self.target_parameters else ():
+            if getattr(self, key):
+                raise ValueError(
+                    f"{key} cannot be combined with target_parameters: peft, which defines the format of adapters, has neither for "
+                    f"experts. Remove {key}, or adapt linear layers only"
+                )
+        return self
 
 
 class HFConfig(HFModelConfig):
@@ -115,6 +134,15 @@ class HFConfig(HFModelConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_compiled_experts(self) -> HFConfig:
+        if self.compile_layers and self.lora is not None and self.lora.target_parameters:
+            raise ValueError(
+                "compile_layers cannot be combined with lora.target_parameters: torch does not compile what replaces the tensors "
+                "of experts. Remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_fsdp(self) -> HFConfig:
         for key in ("fsdp_num_shards", "fsdp_prefetched_layers"):
             if getattr(self, key) and self.data_parallel != "fsdp2":
@@ -125,6 +153,11 @@ class HFConfig(HFModelConfig):
             raise ValueError(
                 "lora.use_dora requires data_parallel: replicate, because its magnitudes start as norms of whole weights, of "
                 "which fsdp2 gives each rank a shard"
+            )
+        if self.lora is not None and self.lora.target_parameters:
+            raise ValueError(
+                "lora.target_parameters requires data_parallel: replicate, because the adapters of experts are computed with "
+                "whole tensors, of which fsdp2 gives each rank a shard. Or adapt linear layers only"
             )
         if self.quantized_by is not None:
             raise ValueError(

@@ -43,7 +43,7 @@ class MegatronLoRAConfig(AdapterConfig):
     @model_validator(mode="before")
     @classmethod
     def _check_supported(cls, given: Any) -> Any:
-        for key in ("dropout", "use_dora", "autocast"):
+        for key in ("dropout", "use_dora", "autocast", "target_parameters"):
             if isinstance(given, dict) and key in given:
                 raise ValueError(f"{key} is only supported by the backend `hf`: remove it, or set `policy.backend: hf`")
         return given

@@ -1,9 +1,12 @@
-"""Low-rank adapters (LoRA, by peft) for the frozen linear layers of a model.
+"""Low-rank adapters (LoRA, by peft) for the frozen linear layers and fused experts of a model.
 
 An adapted layer computes W x + s B A x, with W frozen, A [rank, in] and B [out, rank] trained, and s = alpha / rank (alpha /
 sqrt(rank) with rsLoRA). Hu et al. 2021, https://arxiv.org/abs/2106.09685. B is initialized with zeros, so the model starts as
 its base model. With adapters disabled it *is* the base model, which therefore serves as the reference policy at no cost.
 Adapters are float32 whatever the dtype of the base, so they need no separate master weights.
+
+peft adapts tensors of experts by computing W + s B A of all experts in the dtype of W for each call. Only its modules, and with
+them its names and files, are used for them: `AdaptedWeight` computes the products.
 
 A scalar head is trained in full in addition to the adapters, in float32, and saved with them.
 
@@ -16,7 +19,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +31,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_base.adapter_folder import AdapterFolder, check_same_adapter, check_same_tensors
+from rl_backends_base.adapters import AdaptedWeight, replaced
+from rl_backends_base.checkpoint_names import OF_TENSOR
 from rl_backends_base.shards import placeholders_of_shards, whole
-from rl_backends_hf.lora_targets import lora_targets
+from rl_backends_hf.lora_targets import expert_targets, experts_hint, lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import QuantizedLinear
@@ -74,6 +79,8 @@ class LoraAdapters:
         self._exports_merged = exports_merged
         self._head = scalar_head(model) if head == "scalar" else None
         targets = lora_targets(model, config, head=self._head or model.get_output_embeddings())
+        adapted = {f"{name}.weight" for name in targets} | expert_targets(model, config)
+        hint = experts_hint(model)
         # Names would match layers of a vision tower as well.
         by_name = isinstance(config.target_modules, list) and language_model(model) is model
         settings = peft.LoraConfig(
@@ -84,6 +91,7 @@ class LoraAdapters:
             # peft itself would expand `all-linear` and expressions to fused experts as well.
             target_modules=config.target_modules if by_name else sorted(targets),
             exclude_modules=config.exclude_modules if by_name else None,
+            target_parameters=config.target_parameters or None,
             use_rslora=config.use_rslora,
             use_dora=config.use_dora,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -98,7 +106,8 @@ class LoraAdapters:
                 self._peft_model = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(
-                    f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}", key="policy.hf_cfg.lora"
+                    f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}{hint}",
+                    key="policy.hf_cfg.lora",
                 ) from error
         self._base = base
         self._settings = self._peft_model.peft_config[_NAME]
@@ -109,7 +118,9 @@ class LoraAdapters:
         self._quantized = {f"{name}.weight": module for name, module in modules if isinstance(module, QuantizedLinear)}
         self._quantization = next((layer.quantization for layer in self._quantized.values()), "none")
         self._current_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
-        _check_adapted_parameters(targets, self._layers, model)
+        _check_adapted_parameters(adapted, self._layers, model, hint=hint)
+        for layer in filter(_is_of_experts, self._layers.values()):
+            layer.forward = partial(_forward_experts, layer)
         if self._head is not None:
             self._head.float().requires_grad_(True)
 
@@ -153,7 +164,7 @@ class LoraAdapters:
         """The tensors of unmerged adapters, with the names of `rl_core.weights.adapters`; none if they are merged."""
         tensors: dict[str, torch.Tensor] = {}
         for name, layer in self._layers.items() if not self._exports_merged else ():
-            module = name.removesuffix(".weight")
+            module = name + OF_TENSOR if _is_of_experts(layer) else name.removesuffix(".weight")
             tensors[module + LORA_A] = layer.lora_A[_NAME].weight.detach()
             tensors[module + LORA_B] = layer.lora_B[_NAME].weight.detach()
             tensors[module + LORA_SCALE] = torch.tensor(float(layer.scaling[_NAME]), device=layer.lora_A[_NAME].weight.device)
@@ -164,7 +175,7 @@ class LoraAdapters:
         for layer in self._quantized.values():
             layer.dequantize()
         for layer in self._layers.values():
-            weight = layer.get_base_layer().weight
+            weight = layer.get_base_layer().get_parameter(_parameter_of(layer))
             weight.data = self._merged(layer, weight.detach())
         self._peft_model.unload()
 
@@ -191,6 +202,8 @@ class LoraAdapters:
         # With `inference_mode: false` in its files, peft would load a trainable model.
         written = copy.copy(self._settings)
         written.inference_mode = True
+        if written.target_parameters:
+            written.target_parameters = sorted(written.target_parameters)  # peft has made it a set
         if self._head is not None:
             # If set when the adapters are created, peft would replace the head with a wrapper and a copy.
             written.task_type, written.modules_to_save = _peft().TaskType.SEQ_CLS, [HEAD_NAME]
@@ -259,6 +272,8 @@ class LoraAdapters:
     @torch.no_grad()
     def _merged(self, layer: Any, weight: torch.Tensor) -> torch.Tensor:
         """A new tensor, summed in float32 and rounded once."""
+        if _is_of_experts(layer):
+            return _adapted_experts(layer, weight).total()
         total: torch.Tensor = layer.get_delta_weight(_NAME).float().add_(weight)
         if self._uses_dora:
             # Liu et al. 2024, https://arxiv.org/abs/2402.09353, equation 5: a trained magnitude for each output.
@@ -271,30 +286,56 @@ class LoraAdapters:
 def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str], dict[str, Any]]:
     """Map each base weight's original name to its current one, and each adapted weight's name to its layer."""
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
-    of_layers = {f"{name}.{key}": (name, key) for name, layer in adapted.items() for key in layer.state_dict()}
-    names: dict[str, str] = {}
-    layers: dict[str, Any] = {}
-    for live in weights_of(model):
-        layer, key = of_layers.get(live, ("", live))
-        if not layer:
-            names[live] = live
-        elif key.startswith("base_layer."):
-            name = f"{layer}.{key.removeprefix('base_layer.')}"
-            names[name] = live
-            if key == "base_layer.weight":
-                layers[name] = adapted[layer]
-    return names, layers
+    added = {
+        f"{name}.{key}" for name, layer in adapted.items() for key in layer.state_dict() if not key.startswith("base_layer.")
+    }
+    names = {_name_of_base(live, adapted): live for live in weights_of(model) if live not in added}
+    layers = {f"{_name_of_base(name, adapted)}.{_parameter_of(layer)}": layer for name, layer in adapted.items()}
+    return names, {name: layer for name, layer in layers.items() if name in names}
 
 
-def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """For some families, peft adapts parameters other than the targets (fused experts), which could not be merged here."""
-    adapted = {name.removesuffix(".weight") for name in layers}
-    trained = {name.partition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if odd := sorted((adapted ^ targets) | (trained ^ targets)):
+def _name_of_base(live: str, adapted: Mapping[str, Any]) -> str:
+    """A name without the wrappers of adapted modules, which may be nested."""
+    kept, path = [], ""
+    for part in live.split("."):
+        if part != "base_layer" or path not in adapted:
+            kept.append(part)
+        path = f"{path}.{part}" if path else part
+    return ".".join(kept)
+
+
+def _parameter_of(layer: Any) -> str:
+    """Name in its module of the weight that a layer of peft adapts."""
+    return str(getattr(layer, "parameter_name", "weight"))
+
+
+def _is_of_experts(layer: Any) -> bool:
+    return hasattr(layer, "parameter_name")
+
+
+def _adapted_experts(layer: Any, weight: torch.Tensor) -> AdaptedWeight:
+    factors = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return AdaptedWeight.of(layer.get_base_layer(), weight, *factors, scale=float(layer.scaling[_NAME]))
+
+
+def _forward_experts(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a tensor of experts that peft has wrapped; `base_layer` may be the wrapper of another tensor."""
+    if layer.disable_adapters:
+        return layer.base_layer(*args, **kwargs)
+    experts, key = layer.get_base_layer(), _parameter_of(layer)
+    with replaced(experts, key, _adapted_experts(layer, experts.get_parameter(key))):
+        return layer.base_layer(*args, **kwargs)
+
+
+def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel, *, hint: str) -> None:
+    """For some families, peft adapts parameters other than the targets (fused experts), with ranks of its own."""
+    known = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    trained = {name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known}
+    if odd := sorted((layers.keys() ^ targets) | trained):
         raise NotSupportedError(
             f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__}, peft also adapts parameters other than the "
-            f"given linear layers, such as {odd[0]}, which cannot be merged for a refit. Name only attention layers, such as "
-            "[q_proj, k_proj, v_proj, o_proj].",
+            f"given linear layers, such as {odd[0]}, with other ranks. Name only attention layers, such as "
+            f"[q_proj, k_proj, v_proj, o_proj].{hint}",
             key="policy.hf_cfg.lora.target_modules",
         )
 
