@@ -131,7 +131,7 @@ def is_transposed(experts: nn.Module) -> bool:
 class AdaptedWeight:
     """A tensor of experts with its adapters, W + s L R, which is not computed for grouped products: x W + s (x L) R.
 
-    It stands in for the tensor while the code of the experts runs. Any other use of it computes the sum, of the experts that are
+    It stands in for the tensor while the code of the experts runs. Any other use computes the sum, of the experts that are
     read, in float32 and rounded once.
 
     Attributes:

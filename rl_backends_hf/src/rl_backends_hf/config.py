@@ -43,7 +43,7 @@ class HFPolicyConfig(PolicyConfig):
         lora, engine = self.hf_cfg.lora, self.generation
         if lora is not None and lora.use_dora:
             return "policy.hf_cfg.lora.use_dora also scales each row of the merged weight"
-        if lora is not None and lora.target_parameters and not isinstance(engine, HFGenerationConfig | None):
+        if lora is not None and lora.target_parameters and engine is not None and engine.backend != "hf":
             return "only the engine `hf` computes with adapters of experts (policy.hf_cfg.lora.target_parameters)"
         return None
 
@@ -93,12 +93,12 @@ class HFPolicyConfig(PolicyConfig):
                 (*at, "autocast"),
                 f"requires policy.precision: bfloat16, but it is {self.precision}. Set it, or remove autocast.",
             )
-        muon = [self.optimizer.name, *(group.name for group in self.optimizer.groups.values())].count("torch.optim.Muon")
-        if lora.target_parameters and muon:
+        optimizers = (self.optimizer, *self.optimizer.groups.values())
+        if lora.target_parameters and any(each.name == "torch.optim.Muon" for each in optimizers):
             yield (
                 (*at, "target_parameters"),
-                "Muon cannot update adapters of experts: those of all experts of a layer are one matrix, which it would update as "
-                "a whole. Use torch.optim.AdamW, or adapt linear layers only.",
+                "Muon cannot update adapters of experts: those of all experts of a layer are one matrix, which it would update "
+                "as a whole. Use torch.optim.AdamW, or adapt linear layers only.",
             )
         if lora.dropout > 0 and run.algorithm.needs_generation and run.policy is self:
             yield (

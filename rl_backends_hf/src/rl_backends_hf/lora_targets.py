@@ -74,23 +74,23 @@ def expert_targets(model: PreTrainedModel, config: LoRAConfig) -> set[str]:
     names = [name for name, _ in model.named_parameters()]
     if config.target_parameters and not fused:
         raise UserError(
-            f"`{key}`: {type(model).__name__} has no tensor that stacks the experts of a layer. Remove it; linear layers belong in "
-            "target_modules.",
+            f"`{key}`: {type(model).__name__} has no tensor that stacks the experts of a layer. Remove it; linear layers "
+            "belong in target_modules.",
             key=key,
         )
-    targets = set[str]()
+    known, targets = ", ".join(_ends(fused, 2)), set[str]()
     for wanted in config.target_parameters:
         found = matching([wanted], names)
         if not found:
             meant = did_you_mean(wanted, _ends(fused, 1) + _ends(fused, 2))
             raise UserError(
-                f"`{key}`: {wanted!r} matches no tensor of the model.{meant} Tensors of its experts are {', '.join(_ends(fused, 2))}.",
+                f"`{key}`: {wanted!r} matches no tensor of the model.{meant} Tensors of its experts are {known}.",
                 key=key,
             )
         for name in sorted(found - fused.keys()):
             raise UserError(
                 f"`{key}`: {wanted!r} matches {name}, which does not stack the experts of a layer. Linear layers belong in "
-                f"target_modules; tensors of experts are {', '.join(_ends(fused, 2))}.",
+                f"target_modules; tensors of experts are {known}.",
                 key=key,
             )
         targets |= found

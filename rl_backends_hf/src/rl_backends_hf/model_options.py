@@ -88,8 +88,8 @@ class LoRAConfig(AdapterConfig):
         for key in ("use_dora", "dropout") if self.target_parameters else ():
             if getattr(self, key):
                 raise ValueError(
-                    f"{key} cannot be combined with target_parameters: peft, which defines the format of adapters, has neither for "
-                    f"experts. Remove {key}, or adapt linear layers only"
+                    f"{key} cannot be combined with target_parameters: peft, which defines the format of adapters, has neither "
+                    f"for experts. Remove {key}, or adapt linear layers only"
                 )
         return self
 
@@ -137,8 +137,8 @@ class HFConfig(HFModelConfig):
     def _check_compiled_experts(self) -> HFConfig:
         if self.compile_layers and self.lora is not None and self.lora.target_parameters:
             raise ValueError(
-                "compile_layers cannot be combined with lora.target_parameters: torch does not compile what replaces the tensors "
-                "of experts. Remove one of them"
+                "compile_layers cannot be combined with lora.target_parameters: torch does not compile what replaces the "
+                "tensors of experts. Remove one of them"
             )
         return self
 
