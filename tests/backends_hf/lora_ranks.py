@@ -32,13 +32,18 @@ CASES = {
         "activation_checkpointing": True,
     },
     "values": {"kind": "value", "hf": {"data_parallel": "fsdp2"}, "precision": "bfloat16", "head": "scalar"},
+    "experts": {
+        "kind": "mixture",
+        "hf": {"data_parallel": "replicate"},
+        "lora": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    },
 }
 
 
 def config_of(models: Path, case: str) -> HFPolicyConfig:
     """The section of a case; one row in a microbatch, so that rows round in the same way on any number of ranks."""
     fields = {**VALUE_FIELDS, "head": "tokens", **CASES[case], "train_micro_batch_size": 1, "logprob_batch_size": 1}
-    fields["hf"] = {**fields["hf"], "lora": {"rank": 4}}
+    fields["hf"] = {**fields["hf"], "lora": {"rank": 4, **fields.pop("lora", {})}}
     fields["optimizer"] = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05, "momentum": 0.9}}
     return make_config(str(models / fields.pop("kind")), **fields)
 

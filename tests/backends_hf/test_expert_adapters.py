@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,12 +26,15 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import CheckpointError, UserError, WeightSyncError
 from rl_core.interfaces.conversion import Conversion
+from rl_train.launch.train import train as launch
 from rl_train.logprob_agreement import TokenDifferences, rows_to_score, sampled_tokens
+from rl_train.run_folders.convert import convert
 from rl_train.weight_sync.canary import RefitCanary, make_canary
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports import ByReferenceTransport, SharedMemoryTransport
 
+ADDITION = Path(__file__).parents[2] / "examples" / "addition" / "model"
 ADAM = {"kwargs": {"lr": 1e-2}}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 SHAPE = {
@@ -561,6 +566,81 @@ def test_adapters_of_experts_are_trained_next_to_a_quantized_base(parts, mixture
     parts.train_steps(worker, 1, 2)
     assert all(not torch.equal(tensor, before[name]) for name, tensor in factors_of(worker).items())
     assert torch.equal(worker.get_logprobs(rows, reference=True)["logprobs"], initial)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@each_mixture
+def test_experts_that_are_not_computed_with_grouped_products_have_the_same_adapters(parts, start, kind, implementation):
+    rows, found = parts.make_rows(), {}
+    for each in ("grouped_mm", implementation):
+        worker = start(kind, optimizer=parts.SGD, max_grad_norm=None)
+        worker.model.model.set_experts_implementation(each)
+        scores, before = worker.get_logprobs(rows)["logprobs"], copies(factors_of(worker))
+        worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+        found[each] = scores, parts.gradients_from(before, copies(factors_of(worker)))
+    torch.testing.assert_close(found[implementation][0], found["grouped_mm"][0], rtol=0, atol=1e-5)
+    # W + s B A is rounded to float32 before the product instead of after it.
+    assert parts.largest_relative_error(found[implementation][1], found["grouped_mm"][1]) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def adding_mixture(tmp_path_factory):
+    """The folder of a random mixture with the tokenizer of the model that adds numbers."""
+    folder = tmp_path_factory.mktemp("adding")
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        tokens = json.loads((ADDITION / "config.json").read_text())
+        ids = {key: tokens[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        config = transformers.Qwen3MoeConfig(**{**SHAPE, **ids}, num_experts=4, moe_intermediate_size=24)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ADDITION / name, folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_sends_adapters_of_experts_resumes_bit_for_bit_and_is_converted(peft, adding_mixture, tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_experts.py").write_text("def short(completion):\n    return -float(len(completion))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(name, steps):
+        config = {
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": steps},
+            "policy": {
+                "backend": "hf",
+                "model_name": str(adding_mixture),
+                "precision": "bfloat16",
+                "max_total_sequence_length": 16,
+                "optimizer": ADAM,
+                "hf_cfg": {"lora": {"rank": 4, "target_parameters": EXPERTS}},
+                "generation": {"backend": "hf", "max_new_tokens": 5},
+            },
+            # Random answers are never right, so the reward is their length.
+            "env": {"arithmetic": {"reward_fns": {"short": "rewards_of_experts.short"}}},
+            "data": {"train": {"dataset_name": "arithmetic", "num_samples": 64, "min_digits": 2}},
+            "cluster": {"backend": "in_process"},
+            "checkpointing": {"save_period": 1},
+            "logger": {"log_dir": str(tmp_path / name), "run_name": "run"},
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        finished = launch(tmp_path / f"{name}.json", console=False)
+        return finished.folder / "checkpoints" / f"step_{steps:06d}"
+
+    straight = run("straight", 2)
+    run("resumed", 1)
+    resumed = run("resumed", 2)
+    saved = [load_file(step / "policy" / "weights" / "adapter_model.safetensors") for step in (straight, resumed)]
+    assert saved[0].keys() == saved[1].keys()
+    assert [name for name, tensor in saved[0].items() if not torch.equal(tensor, saved[1][name])] == []
+    assert all(tensor.any() for name, tensor in saved[0].items() if "lora_B" in name), "every tensor was trained"
+    assert "policy.generation.lora: adapter" in (straight.parents[1] / "logs" / "driver.log").read_text()
+    convert(straight, tmp_path / "merged", to="hf", merge=True)
+    convert(straight, tmp_path / "adapter", to="hf", adapter=True)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    model = peft.PeftModel.from_pretrained(plain_model(adding_mixture, torch.bfloat16).float(), tmp_path / "adapter")
+    merged = plain_model(tmp_path / "merged").float()
+    # Merged weights are rounded to 8 bits.
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=0.05, atol=0.05)
 
 
 def test_a_saved_config_names_the_experts_in_a_fixed_order(start, tmp_path):

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from policy_cases import TINY_SHAPE
 from rank_processes import RankProgram
 
 from rl_backends_hf.planned_memory import PolicyMemory
 from rl_core.rendezvous.interfaces import free_port
 
 PROGRAM = Path(__file__).with_name("lora_ranks.py")
-CASES = ("replicate", "fsdp2", "unmerged", "values")
-FLOAT32, SHARDED = CASES[:2], CASES[1:]
+CASES = ("replicate", "fsdp2", "unmerged", "values", "experts")
+FLOAT32, SHARDED = ("replicate", "fsdp2", "experts"), CASES[1:4]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,14 @@ def ranks(parts, model_folder, tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(4)
         value = transformers.AutoModelForSequenceClassification.from_pretrained(model_folder("qwen2"), num_labels=1)
+        mixture = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen3MoeConfig(
+                **TINY_SHAPE, vocab_size=160, num_hidden_layers=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=24,
+            )
+        )  # fmt: skip
     value.save_pretrained(models / "value")
+    mixture.save_pretrained(models / "mixture")
     alone = {}
     for case in CASES:
         worker = program.make_worker(models, case, 0, 1)
