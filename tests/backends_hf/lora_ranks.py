@@ -34,8 +34,9 @@ CASES = {
     "values": {"kind": "value", "hf": {"data_parallel": "fsdp2"}, "precision": "bfloat16", "head": "scalar"},
     "experts": {
         "kind": "mixture",
-        "hf": {"data_parallel": "replicate"},
-        "lora": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        "hf": {"data_parallel": "fsdp2"},
+        "generation": GENERATION,
+                "lora": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     },
 }
 

@@ -154,11 +154,6 @@ class HFConfig(HFModelConfig):
                 "lora.use_dora requires data_parallel: replicate, because its magnitudes start as norms of whole weights, of "
                 "which fsdp2 gives each rank a shard"
             )
-        if self.lora is not None and self.lora.target_parameters:
-            raise ValueError(
-                "lora.target_parameters requires data_parallel: replicate, because the adapters of experts are computed with "
-                "whole tensors, of which fsdp2 gives each rank a shard. Or adapt linear layers only"
-            )
         if self.quantized_by is not None:
             raise ValueError(
                 f"{self.quantized_by} requires data_parallel: replicate, because fsdp2 cannot shard quantized weights"
