@@ -36,7 +36,7 @@ CASES = {
         "kind": "mixture",
         "hf": {"data_parallel": "fsdp2"},
         "generation": GENERATION,
-                "lora": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        "lora": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     },
 }
 

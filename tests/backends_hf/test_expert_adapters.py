@@ -106,7 +106,7 @@ def start(peft, parts, mixture):
 
 
 def grow(worker, seed=3):
-    """Draw all A and B anew."""
+    """Draw all A and B at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in factors_of(worker).values():
@@ -521,10 +521,6 @@ def test_a_model_without_experts_is_refused(peft, parts, model_folder):
         ({"lora": {"target_parameters": EXPERTS, "use_dora": True}}, "use_dora cannot be combined with target_parameters"),
         ({"lora": {"target_parameters": EXPERTS, "dropout": 0.1}}, "dropout cannot be combined with target_parameters"),
         (
-            {"lora": {"target_parameters": EXPERTS}, "data_parallel": "fsdp2"},
-            "target_parameters requires data_parallel: replicate",
-        ),
-        (
             {"lora": {"target_parameters": EXPERTS}, "compile_layers": True},
             "compile_layers cannot be combined with lora.target_par",
         ),
@@ -546,7 +542,7 @@ def test_the_plan_counts_the_adapters_of_experts(mixture, peft, parts, precision
         memory = PolicyMemory(config)
         sizes[bool(targets)] = memory.by_phase(**shape), memory.matrix_sizes()
     (without, before), (adapted, after) = sizes[False], sizes[True]
-    # Of each of 2 layers and 4 experts: gate and up [48, 32], down [32, 24].
+    # 2 layers, 4 experts, rank 4: gate and up [48, 32], down [32, 24].
     added = 2 * 4 * 4 * (48 + 32 + 32 + 24)
     assert adapted["held"]["optimizer state"] - without["held"]["optimizer state"] == 8 * added
     assert adapted["held"]["weights"] - without["held"]["weights"] == 4 * added

@@ -14,7 +14,7 @@ CHECKED_ELSEWHERE = {
     "docs/dependencies_that_conflict.md-0": "needs another interpreter: tests/plugins/test_dependencies_that_conflict.py",
     "docs/evaluation.md-1": "needs rows of benchmarks: tests/envs/test_public_benchmarks.py",
     "docs/evaluation.md-2": "a task of lm-evaluation-harness: tests/serve/test_lm_eval.py runs one",
-    "docs/lora.md-3": "needs an adapter: tests/backends_hf/test_lora_life.py",
+    "docs/lora.md-4": "needs an adapter: tests/backends_hf/test_lora_life.py",
     "docs/write_a_logger.md": "needs the plugin of the page: tests/plugins/test_scaffold.py trains with it",
     "rl_backends_openai/README.md-0": "only for `rlcore eval`: tests/backends_openai/test_evaluation.py",
     "docs/write_an_algorithm.md": "needs the plugin of the page: tests/plugins/test_scaffold.py trains with it",

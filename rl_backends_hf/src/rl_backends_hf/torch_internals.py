@@ -78,10 +78,11 @@ def without_data() -> Any:
                 return func(*args, **(kwargs or {}))
             if self.computes and torch.Tag.data_dependent_output in func.tags and args[0].dtype == torch.bool:
                 return True
-            if func is torch.ops.aten._grouped_mm.default:  # torch computes it with any data type, and without data with one
+            if func.__name__.startswith("_grouped_mm") and args[0].ndim == 2:
+                # torch computes it for any data type, but knows the shape of the result for bfloat16 only.
                 left, right = args[:2]
-                groups = [len(args[2])] if left.ndim == right.ndim == 2 else []
-                return left.new_empty(*groups, left.shape[-2], right.shape[-1])
+                groups = [len(args[2])] if right.ndim == 2 else []
+                return left.new_empty(*groups, len(left), right.shape[-1])
             if func is torch.ops.aten.index.Tensor:
                 [first, *others] = args[1]
                 masks = isinstance(first, FakeTensor) and first.dtype == torch.bool

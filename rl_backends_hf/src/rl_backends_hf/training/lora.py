@@ -328,7 +328,7 @@ def _forward_experts(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel, *, hint: str) -> None:
-    """For some families, peft adapts parameters other than the targets (fused experts), with ranks of its own."""
+    """For some families, peft adapts parameters other than the targets (fused experts), with other ranks."""
     known = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     trained = {name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known}
     if odd := sorted((layers.keys() ^ targets) | trained):
