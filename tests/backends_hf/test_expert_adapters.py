@@ -24,8 +24,9 @@ from rl_backends_hf.planned_memory import PolicyMemory
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.errors import CheckpointError, UserError, WeightSyncError
+from rl_core.errors import CheckpointError, ConfigError, UserError, WeightSyncError
 from rl_core.interfaces.conversion import Conversion
+from rl_train.config.loader import load_config
 from rl_train.launch.train import train as launch
 from rl_train.logprob_agreement import TokenDifferences, rows_to_score, sampled_tokens
 from rl_train.run_folders.convert import convert
@@ -529,6 +530,16 @@ def test_a_model_without_experts_is_refused(peft, parts, model_folder):
 def test_what_cannot_be_combined_with_adapters_of_experts_is_an_error_with_a_reason(hf, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         HFConfig(**hf)
+
+
+def test_muon_is_refused_for_adapters_of_experts_with_the_place_in_the_config(peft, tmp_path):
+    changes = {"hf_cfg": {"lora": {"target_parameters": EXPERTS}}, "optimizer": {"name": "torch.optim.Muon"}}
+    quickstart = ADDITION.parents[1] / "grpo_addition.yaml"
+    (tmp_path / "run.yaml").write_text(json.dumps({"defaults": str(quickstart), "policy": changes}))
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml.*policy\.hf_cfg\.lora\.target_parameters: Muon cannot update adapters of exp"
+    ):
+        load_config(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
