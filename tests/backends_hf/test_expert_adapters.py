@@ -67,7 +67,9 @@ VARIANTS = {
     "experts alone": {"rank": 2, "target_modules": [], "target_parameters": EXPERTS},
 }  # fmt: skip
 each_mixture = pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_variant = pytest.mark.parametrize(
+    "variant", ["with attention", "one tensor, rslora", pytest.param("experts alone", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -367,8 +369,15 @@ def difference(policy, engine):
     return TokenDifferences(output["output_ids"], scores, output["logprobs"], compared=sampled_tokens(output)).mean
 
 
-@pytest.mark.parametrize("transport", [ByReferenceTransport, SharedMemoryTransport], ids=lambda each: each.name)
-@pytest.mark.parametrize("target", ["adapter", "merged"])
+@pytest.mark.parametrize(
+    ("target", "transport"),
+    [
+        ("adapter", SharedMemoryTransport),
+        ("merged", SharedMemoryTransport),
+        pytest.param("adapter", ByReferenceTransport, marks=pytest.mark.slow),
+        pytest.param("merged", ByReferenceTransport, marks=pytest.mark.slow),
+    ],
+)
 @each_mixture
 def test_the_engine_computes_as_the_policy_after_each_refit(connect, parts, kind, target, transport):
     policy, engine, sync = connect(kind, transport, target=target)
@@ -544,21 +553,20 @@ def test_muon_is_refused_for_adapters_of_experts_with_the_place_in_the_config(pe
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_plan_counts_the_adapters_of_experts(mixture, peft, parts, precision):
-    sizes = {}
-    for targets in ([], EXPERTS):
-        config = parts.make_config(
-            mixture("qwen3_moe"), hf={"lora": {"rank": 4, "target_parameters": targets}}, precision=precision, optimizer=ADAM
-        )
-        shape = {"ranks": 1, "train": (4, 24), "several": True, "score": (4, 24), "reference": True, "on_gpu": True}
+    shape = {"ranks": 1, "several": True, "score": None, "reference": True, "on_gpu": True}
+    planned, sizes = {}, {}
+    for targets, train in (((), None), (EXPERTS, (4, 24))):
+        lora = {"rank": 4, "target_parameters": targets}
+        config = parts.make_config(mixture("qwen3_moe"), hf={"lora": lora}, precision=precision, optimizer=ADAM)
         memory = PolicyMemory(config)
-        sizes[bool(targets)] = memory.by_phase(**shape), memory.matrix_sizes()
-    (without, before), (adapted, after) = sizes[False], sizes[True]
+        planned[len(targets)], sizes[len(targets)] = memory.by_phase(**shape, train=train), memory.matrix_sizes()
     # 2 layers, 4 experts, rank 4: gate and up [48, 32], down [32, 24].
     added = 2 * 4 * 4 * (48 + 32 + 32 + 24)
+    (without, adapted), (before, after) = planned.values(), sizes.values()
     assert adapted["held"]["optimizer state"] - without["held"]["optimizer state"] == 8 * added
     assert adapted["held"]["weights"] - without["held"]["weights"] == 4 * added
-    assert adapted["update"]["gradients"] - without["update"]["gradients"] == 4 * added
-    assert sum(adapted["train"].values()) > sum(without["train"].values())
+    assert adapted["update"]["gradients"] == adapted["held"]["optimizer state"] / 2
+    assert adapted["train"]["activations"] > 0
     # A token is multiplied with the adapters of the experts that are chosen for it, 2 of 4.
     assert after["trained"] - before["trained"] == added // 2
     assert after["frozen"] == before["frozen"]

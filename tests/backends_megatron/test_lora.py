@@ -46,6 +46,7 @@ def base_of(policy):
         ({"r": 8}, "`r` is called `rank` here"),
         ({"enabled": True}, "there is no `enabled`"),
         ({"dropout": 0.1}, "dropout is only supported by the backend `hf`"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters is only supported by the backend `hf`"),
         ({"target_modules": []}, "target_modules is empty"),
         ({"target_modules": ["linear_qkv"]}, "linear_qkv consists of q_proj, k_proj and v_proj"),
     ],
