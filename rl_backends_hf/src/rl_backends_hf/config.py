@@ -93,8 +93,8 @@ class HFPolicyConfig(PolicyConfig):
                 (*at, "autocast"),
                 f"requires policy.precision: bfloat16, but it is {self.precision}. Set it, or remove autocast.",
             )
-        optimizers = (self.optimizer, *self.optimizer.groups.values())
-        if lora.target_parameters and any(each.name == "torch.optim.Muon" for each in optimizers):
+        optimizers = [self.optimizer.name, *(group.name for group in self.optimizer.groups.values())]
+        if lora.target_parameters and "torch.optim.Muon" in optimizers:
             yield (
                 (*at, "target_parameters"),
                 "Muon cannot update adapters of experts: those of all experts of a layer are one matrix, which it would update "
