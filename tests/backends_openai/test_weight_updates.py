@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.http import HttpError
+from rl_core.http import HttpClient, HttpError
 from rl_serve.weights_api import PATHS
 from rl_train.launch.train import train
 
@@ -122,6 +122,21 @@ def pausable(tmp_path, server):
     url = stack.enter_context(listening(server.app))
     own = {"weight_updates": "vllm", "refit_folder": str(tmp_path), "model": "m", "max_retries": 0}
     return stack, stack.enter_context(engine_of(url, **own))
+
+
+def test_a_refused_update_fails_at_the_first_request(tmp_path, policy, monkeypatch):
+    sent, attempt = [], HttpClient._attempt
+
+    async def counted(self, method, path, *arguments, **keywords):
+        sent.append(path)
+        return await attempt(self, method, path, *arguments, **keywords)
+
+    with updatable(tmp_path) as (url, _), connect(url, tmp_path) as engine:
+        weights = dict(policy.prepare_refit_info())
+        monkeypatch.setattr(HttpClient, "_attempt", counted)
+        with pytest.raises(WeightSyncError, match=r"after 1 attempt .*status 409"):
+            engine.prepare_refit_info({**weights, next(iter(weights)): ((1, 2), "float32")})
+    assert sent.count("weights/prepare") == 1
 
 
 def test_a_server_of_vllm_samples_again_after_it_refused_the_weights_of_another_model(tmp_path):

@@ -77,6 +77,15 @@ def test_retries_end_with_an_error_that_names_the_attempts_and_the_last_reason()
     assert "status 500: failure 3" in str(error)
 
 
+def test_a_conflict_is_refused_unless_the_server_asks_to_wait():
+    with serving(lambda body, number: (409, {}, "the shapes differ")) as (url, script):
+        [error], _, pauses = post(url)
+    assert (len(script.requests), pauses, error.status, error.is_temporary) == (1, [], 409, False)
+    with serving(lambda body, number: (409, {"Retry-After": "3"}, "locked") if number == 1 else (200, {}, {})) as (url, script):
+        [found], _, pauses = post(url)
+    assert (len(script.requests), pauses, found.attempts) == (2, [3.0], 2)
+
+
 def test_a_refused_request_is_not_repeated_and_its_error_has_no_secret():
     def refuse(body, number):
         return 401, {}, f"wrong key {SECRET} of team blue-team-token" + "x" * 280 + SECRET

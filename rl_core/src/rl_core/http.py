@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rl_core.errors import ConfigError, RLCoreError
 
 _log = logging.getLogger(__name__)
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 _EXCERPT = 300
 _REMOVED = "[secret]"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -193,7 +193,9 @@ class HttpClient:
         text = self.redact(content.decode(errors="replace"))
         if not response.is_success:
             reason = _refusal(f"status {status}", text)
-            return _Failure(reason, status, status in _RETRIED, _retry_after(response.headers), text)
+            # A conflict is a refusal, unless the server asks to wait, such as for a lock.
+            is_temporary = status in _RETRIED or (status == 409 and "retry-after" in response.headers)
+            return _Failure(reason, status, is_temporary, _retry_after(response.headers), text)
         try:
             return status, _decoded(content)
         except (ValueError, RecursionError):
