@@ -1,5 +1,6 @@
-"""A tokenizer that Transformers cannot load, named by its import path: SFT, GRPO, checkpoints, resume and the server."""
+"""A tokenizer that Transformers cannot load, named by its import path, in every command: runs, exports, servers and checks."""
 
+import io
 import json
 import re
 import sys
@@ -104,7 +105,7 @@ def test_sft_trains_and_saves_the_files_of_the_tokenizer(folder):
     assert done.returncode == 0, done.stderr
     weights = folder / "runs" / "sft" / "checkpoints" / "step_000002" / "policy" / "weights"
     assert (weights / "marks.txt").read_text() == "marks of bytes"
-    assert not list(weights.glob("tokenizer*"))
+    assert [path.name for path in weights.glob("tokenizer*")] == ["tokenizer_code.txt"]
     assert load_tokenizer(NAME, model_name=weights).tokenizer.marks == "marks of bytes"
 
 
@@ -131,6 +132,119 @@ def test_the_server_completes_and_chats_with_the_tokenizer_of_the_run(trained):
             assert chat.status_code == 200, chat.text
             assert chat.json()["usage"]["prompt_tokens"] == len("user: 1+1?assistant: ") + 3
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def exported(folder, trained):
+    """The model folder of the run, and what `rlcore convert` printed about it."""
+    done = rlcore("convert", trained[1], folder / "exported")
+    assert done.returncode == 0, done.stderr
+    return folder / "exported", done.stdout
+
+
+def test_convert_carries_the_files_of_the_tokenizer_and_says_how_to_use_it(folder, exported):
+    path, said = exported
+    assert (path / "marks.txt").read_text() == "marks of bytes"
+    assert "Left out" not in said
+    assert f"The tokenizer is the code {NAME}, which Transformers cannot load" in said
+    assert f"rlcore serve {path} --backend hf policy.tokenizer.name={NAME}" in said
+    assert rlcore("convert", path, folder / "again").returncode == 0
+    for name in ("marks.txt", "chat_template.jinja", "tokenizer_code.txt"):
+        assert (folder / "again" / name).read_bytes() == (path / name).read_bytes()
+
+
+def completion_of(target, **options):
+    """The completion that the server of a model or run decodes greedily, and the number of tokens of its prompt."""
+    with started_model(str(target), **options) as model:
+        engine = EngineThread(model.generation)
+        with TestClient(create_app(model, engine, limits=Limits())) as client:
+            messages = [{"role": "user", "content": "1+1? <end>"}]
+            asked = {"model": model.name, "max_tokens": 5, "temperature": 0.0, "messages": messages}
+            chat = client.post("/v1/chat/completions", json=asked)
+            assert chat.status_code == 200, chat.text
+        engine.close()
+    return chat.json()["choices"][0]["message"]["content"], chat.json()["usage"]["prompt_tokens"]
+
+
+def test_an_exported_model_is_served_with_its_tokenizer_as_its_run(trained, exported):
+    path, _ = exported
+    served = completion_of(path, backend="hf", overrides=[f"policy.tokenizer.name={NAME}"])
+    assert served == completion_of(trained[1], backend=None)
+    assert served[1] == len("user: 1+1? <end>assistant: ") + 3
+
+
+def test_an_exported_model_answers_in_the_terminal(exported, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1+1?\n"))
+    options = ["--backend", "hf", "--greedy", "--max-tokens", "4"]
+    done = rlcore("chat", exported[0], f"policy.tokenizer.name={NAME}", *options)
+    assert done.returncode == 0, done.stderr
+
+
+COMMANDS_OF_MODELS = (
+    ("serve", "--backend", "hf", "--port", "0"),
+    ("chat", "--backend", "hf"),
+    ("prompt", "show", "generic/math", "--model"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_MODELS, ids=lambda command: command[0])
+def test_a_command_that_names_no_tokenizer_for_an_exported_model_says_which_it_needs(exported, command):
+    done = rlcore(*command, exported[0])
+    assert done.returncode == 2
+    assert f"policy.tokenizer.name='{NAME}' or --tokenizer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("data", "show"), "<turn>user: 0+1?<end><turn>assistant: "),
+        (("plan",), ""),
+        (("validate", "--deep"), ""),
+        pytest.param(("check", "model"), "chat_template_renders", marks=pytest.mark.slow),
+        pytest.param(("check", "logprobs"), "exp(mean |d|)", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_commands_that_read_a_config_use_its_tokenizer(trained, command, shown):
+    done = rlcore(*command, trained[0])
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+
+
+def test_an_evaluation_of_an_exported_model_uses_the_tokenizer_of_the_config(folder, trained, exported):
+    rows = json.dumps({"dataset_name": "jsonl", "path": str(folder / "sums.jsonl")})
+    done = rlcore("eval", trained[0], f"++data.validation={rows}", "--checkpoint", exported[0])
+    assert done.returncode == 0, done.stderr
+
+
+def test_init_writes_a_config_for_the_tokenizer_of_a_model(folder, exported):
+    output = folder / "started"
+    done = rlcore("init", folder / "sums.jsonl", "--model", exported[0], "--tokenizer", NAME, "--output", output)
+    assert done.returncode == 0, done.stderr
+    policy = yaml.safe_load((output / "config.yaml").read_text())["policy"]
+    assert policy["tokenizer"] == {"name": NAME}
+    assert rlcore("validate", "--deep", output / "config.yaml").returncode == 0
+    refused = rlcore("init", folder / "sums.jsonl", "--model", exported[0], "--output", folder / "other")
+    assert refused.returncode == 2
+    assert f"policy.tokenizer.name='{NAME}' or --tokenizer" in refused.stderr
+
+
+def test_a_prompt_is_shown_in_the_tokens_of_the_tokenizer(exported):
+    row = ["--input", '{"problem": "1+1?"}']
+    done = rlcore("prompt", "show", "generic/math", *row, "--model", exported[0], "--tokenizer", NAME)
+    assert done.returncode == 0, done.stderr
+    assert "258:'<turn>' 117:'u'" in done.stdout
+
+
+def test_another_code_of_the_tokenizer_needs_confirmation_when_a_run_is_resumed(trained, folder, monkeypatch):
+    path, _ = trained
+    (folder / "plain_bytes.py").write_text(CODE.replace('"replace"', '"ignore"'))
+    try:
+        done = rlcore("train", path, "grpo.max_num_steps=4")
+    finally:
+        (folder / "plain_bytes.py").write_text(CODE)
+    assert done.returncode == 2
+    assert "Bytes in plain_bytes.py changed" in done.stderr
 
 
 def test_text_and_ids_of_control_tokens(folder):

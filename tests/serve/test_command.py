@@ -148,7 +148,8 @@ def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
         ),
         (
             (MODEL, "--backend", "hf", "grpo.seed=1"),
-            "error: override #1 `grpo.seed=1`: a model has no grpo.seed. Only keys of policy.generation can be set.",
+            "error: override #1 `grpo.seed=1`: a model has no grpo.seed. Only keys of "
+            "policy.generation and policy.tokenizer can be set.",
         ),
         (
             (MODEL, "--backend", "hf", "policy.generation.temprature=1"),

@@ -27,6 +27,14 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENIZER",
+        help="Another tokenizer than the model's: a name, a folder, or `module:name` of one that Transformers cannot load.",
+        show_default=False,
+    ),
+]
 DATA_FILES = (".jsonl", ".parquet", ".csv", ".tsv")
 """Endings of files with rows, which are not configs."""
 

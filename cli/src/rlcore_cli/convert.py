@@ -103,10 +103,16 @@ def convert(
             f"The model needs {', '.join(done.needed_code)}, which a config names in `auto_map`. Read the code; if you trust "
             "it, copy it too."
         )
-    if to == "hf" and "config.json" in done.files:
+    if done.tokenizer is not None:
         print(
-            "Next:", *(f"  rlcore {command} {shlex.quote(str(output))} --backend hf" for command in ("chat", "serve")), sep="\n"
+            f"The tokenizer is the code {done.tokenizer}, which Transformers cannot load: install it where the model is used. "
+            "For AutoTokenizer, publish a tokenizer.json with the same tokens. In Python: rl_core.data.load_tokenizer("
+            f"{done.tokenizer!r}, model_name={str(output)!r})"
         )
+    if to == "hf" and "config.json" in done.files:
+        code = "" if done.tokenizer is None else f" policy.tokenizer.name={shlex.quote(done.tokenizer)}"
+        commands = (f"  rlcore {command} {shlex.quote(str(output))} --backend hf{code}" for command in ("chat", "serve"))
+        print("Next:", *commands, sep="\n")
     if push_to is not None:
         _push(done.output, push_to, source, public=public)
 

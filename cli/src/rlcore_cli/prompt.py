@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rlcore_cli.arguments import Tokenizer
 from rlcore_cli.lazy import lazy_app
 
 ACTIONS = {
@@ -68,6 +69,7 @@ def show(
         str | None,
         typer.Option("--model", metavar="MODEL", help="Also print the prompt as the chat template renders it, and its tokens."),
     ] = None,
+    tokenizer: Tokenizer = None,
 ) -> None:
     """Print the messages of a prompt config, filled with the fields of a row.
 
@@ -76,6 +78,7 @@ def show(
         rlcore prompt show generic/math --input '{"problem": "2+2"}' --examples-type math_worked
         rlcore prompt show generic/math --input '{"problem": "2+2"}' --model HuggingFaceTB/SmolLM2-135M-Instruct
     """
+    from rl_core.errors import ConfigError
     from rl_train.prompts.templates import load_prompt
 
     template = load_prompt(name, examples_type)
@@ -84,7 +87,9 @@ def show(
     for message in messages:
         print(f"[{message['role']}]\n{message['content']}\n")
     if model is not None:
-        _print_tokens(messages, model)
+        _print_tokens(messages, model, tokenizer)
+    elif tokenizer is not None:
+        raise ConfigError("--tokenizer replaces the tokenizer of --model, which is not given. Add --model.")
 
 
 def _fields(text: str) -> dict[str, object]:
@@ -101,11 +106,11 @@ def _fields(text: str) -> dict[str, object]:
     return fields
 
 
-def _print_tokens(messages: list[dict[str, str]], model: str) -> None:
+def _print_tokens(messages: list[dict[str, str]], model: str, tokenizer_name: str | None) -> None:
     from rl_core.data.tokenizer import decode, load_tokenizer
     from rl_train.data.messages import get_formatted_message_log
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(tokenizer_name or model, model_name=model)
     log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, trained=())
     ids = [int(token) for message in log for token in message["token_ids"]]
     print(f"[rendered by the chat template of {model}]\n{decode(tokenizer, ids)}\n")

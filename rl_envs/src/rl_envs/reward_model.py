@@ -57,6 +57,7 @@ class RewardModelEnvironment(ScorerEnvironment):
         )
         self._tokenizer = load_tokenizer(
             self.config.tokenizer_name or self.config.model_name,
+            model_name=self.config.model_name,
             chat_template=self.config.chat_template,
             chat_template_kwargs=self.config.chat_template_kwargs,
         )

@@ -16,7 +16,8 @@ def serve(
         typer.Argument(
             metavar="[MODEL_OR_RUN] [KEY=VALUE]...",
             help="Model name or folder; run folder, or its name in runs; or step folder. Without one, requests are forwarded "
-            "to `server`. Then overrides: of the settings below, of a run's config, or for a model keys of policy.generation.",
+            "to `server`. Then overrides: of the settings below, of a run's config, or for a model of policy.generation and "
+            "policy.tokenizer.",
             show_default=False,
             autocompletion=completed_runs,
         ),

@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from rl_core.config.diagnostics import Problems, SourceLocation, dotted, node_from_plain
-from rl_core.config.schema import EnvironmentConfig
+from rl_core.config.policy_sections import PolicyTokenizerConfig
+from rl_core.config.schema import EnvironmentConfig, PolicyConfig
 from rl_core.config.validator import section_of_values
 from rl_core.data.hub import require_model
-from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Component, Kind
@@ -29,7 +29,7 @@ from rl_train.config.loader import load_config
 from rl_train.config.rules.rule import Use
 from rl_train.config.values import apply_overrides
 from rl_train.data.images import ImageReader
-from rl_train.data.processors import load_policy_tokenizer, template_of_processor
+from rl_train.data.processors import load_policy_tokenizer
 from rl_train.diagnostics.model_files import position_limit
 from rl_train.metrics.progress import reported_start
 from rl_train.run_folders.checkpoint_paths import find_weights
@@ -109,7 +109,7 @@ def started_model(
     Args:
         target: a model's name or folder, or a run folder or step folder.
         backend: generation plugin for a model; by default the only one that is installed. A run has its own.
-        overrides: `key=value`; for a model, only keys of `policy.generation` have an effect and are allowed.
+        overrides: `key=value`; for a model, only keys of `policy.generation` and `policy.tokenizer` are allowed.
         name: name of the model in the API; by default the last component of `target`.
         best: for a run folder, use its best checkpoint instead of the newest.
         images: limits of images in messages.
@@ -177,12 +177,25 @@ def _of_model(
     model = component.load_config()
     if model is None:
         raise ConfigError(f"The generation backend {component.name!r} has no config section, so it cannot be served by name.")
-    values = {"backend": component.name, "model_name": target, **_values_of(overrides)}
+    given = _values_of(overrides)
+    values = {"backend": component.name, "model_name": target, **given.get("generation", {})}
     section: Any = section_of_values(model, values, name="policy.generation", who="rlcore serve")
-    tokenizer = load_tokenizer(target, chat_template=template_of_processor(target))
+    named = section_of_values(PolicyTokenizerConfig, given.get("tokenizer", {}), name="policy.tokenizer", who="rlcore serve")
+    tokenizer = load_policy_tokenizer(PolicyConfig(backend=component.name, model_name=target, tokenizer=named))
+    section = _with_tokenizer(section, named)
     generation: GenerationInterface = component.load()(config=_without_limit(section), cluster=None, deadlines=None)
     exits.callback(generation.shutdown)
     return _served(label, generation, section, tokenizer, component, target, images)
+
+
+def _with_tokenizer(section: Any, tokenizer: PolicyTokenizerConfig) -> Any:
+    """The section of an engine, which reads stop strings with this tokenizer unless it has another."""
+    key = next((name for name in type(section).model_fields if name.endswith("_cfg")), None)
+    own = section if key is None else section[key]
+    if "tokenizer" not in own or own.tokenizer is not None:
+        return section
+    own = own.model_copy(update={"tokenizer": tokenizer})
+    return own if key is None else section.model_copy(update={key: own})
 
 
 def _of_run(
@@ -305,7 +318,8 @@ def _values_of(overrides: Sequence[str]) -> Mapping[str, Any]:
     root, _ = apply_overrides(node_from_plain({}, location=SourceLocation(source="rlcore serve")), overrides, problems=problems)
     problems.raise_if_any()
     for path, node in root.leaves():
-        if path[:2] != ("policy", "generation") or len(path) < 3:
-            raise ConfigError(f"{node.location}: a model has no {dotted(path)}. Only keys of policy.generation can be set.")
-    values: Mapping[str, Any] = root.plain()["policy"]["generation"]
+        if path[:2] not in (("policy", "generation"), ("policy", "tokenizer")) or len(path) < 3:
+            allowed = "policy.generation and policy.tokenizer"
+            raise ConfigError(f"{node.location}: a model has no {dotted(path)}. Only keys of {allowed} can be set.")
+    values: Mapping[str, Any] = root.plain()["policy"]
     return values

@@ -55,7 +55,7 @@ def serve_model(
     Args:
         target: model name or folder, run folder or step folder.
         files: files with settings.
-        overrides: of the settings, of a run's config, or for a model of keys of `policy.generation`.
+        overrides: of the settings, of a run's config, or for a model of keys of `policy.generation` and `policy.tokenizer`.
         address: where to listen.
         backend: generation plugin for a model.
         name: name of the model in the API; by default its folder's.

@@ -37,7 +37,7 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Overrides of the run's config; for a model, keys of policy.generation.",
+            help="Overrides of the run's config; for a model, keys of policy.generation and policy.tokenizer.",
             show_default=False,
         ),
     ] = None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_core.errors import ConfigError, DataError
-from rlcore_cli.arguments import counted
+from rlcore_cli.arguments import Tokenizer, counted
 
 if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
@@ -39,6 +39,7 @@ def init(
     model: Annotated[
         str, typer.Option("--model", help="A model folder, a GGUF file, or a name on the hub.", show_default=True)
     ] = DEFAULT_MODEL,
+    tokenizer: Tokenizer = None,
     algorithm: Annotated[
         str | None,
         typer.Option("--algorithm", help="grpo, sft, dpo, kto or rm; by default what fits the rows.", show_default=False),
@@ -104,11 +105,12 @@ def init(
     require_model(model)
     if (problem := model_path_problem(model)) is not None:
         raise ConfigError(f"--model: {problem}")
-    print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
+    print(f"measuring the rows with the tokenizer {tokenizer or f'of {model}'}", file=sys.stderr)
     registry = Registry(discover())
     graders = frozenset() if own_reward else frozenset(registry.names("environment"))
     starter = replace(
         _starter(train, held_out, form, model=model, algorithm=algorithm, output=output, graders=graders),
+        tokenizer=tokenizer,
         chat_template=None if chat_template is None else str(chat_template.resolve()),
         skips_bad_rows=skip_bad_rows,
     )
@@ -122,6 +124,8 @@ def init(
         raise DataError(f"{listed}. `--chat-template FILE` uses another chat template than the model's.") from error
     if chat_template is not None:
         starter = replace(starter, chat_template=_from_folder(str(chat_template), output))
+    if tokenizer is not None and Path(tokenizer).exists():
+        starter = replace(starter, tokenizer=_from_folder(tokenizer, output))
     files = _files(starter, train, held_out, model=model, hardware=hardware, registry=registry)
     _write(files, output)
     _report(starter, form, train, held_out, files, output)
@@ -220,7 +224,7 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     from rlcore_cli.starter.config_values import config_values, has_few_parameters
     from rlcore_cli.starter.data_file import expected_answers
 
-    tokenizer = load_tokenizer(model, chat_template=starter.chat_template)
+    tokenizer = load_tokenizer(starter.tokenizer or model, model_name=model, chat_template=starter.chat_template)
     starter = replace(
         starter,
         has_template=tokenizer.chat_template is not None,

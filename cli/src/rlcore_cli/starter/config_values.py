@@ -91,6 +91,8 @@ class Starter:
     """Name of the run."""
     reads_requests: bool = True
     """Whether the tokenizer has tokens for a prompt that asks for the answer in a format."""
+    tokenizer: str | None = None
+    """Tokenizer to use instead of the model's."""
     chat_template: str | None = None
     """File of the chat template to use instead of the model's."""
     skips_bad_rows: bool = False
@@ -233,8 +235,9 @@ def _held_out(rows: int) -> float:
 
 def _policy(starter: Starter) -> dict[str, Any]:
     policy: dict[str, Any] = {"backend": "hf", "model_name": starter.model}
-    if starter.chat_template is not None:
-        policy["tokenizer"] = {"chat_template": starter.chat_template}
+    given = {"name": starter.tokenizer, "chat_template": starter.chat_template}
+    if tokenizer := {key: value for key, value in given.items() if value is not None}:
+        policy["tokenizer"] = tokenizer
     limit, new_tokens = _rounded_up(starter.longest_row), 0
     if starter.samples:
         new_tokens = _new_tokens(starter)

@@ -18,6 +18,8 @@ from rl_core.errors import DataError
 from rl_core.plugins.component import describe, nearest
 from rl_core.plugins.import_path import resolve
 
+TOKENIZER_CODE = "tokenizer_code.txt"
+"""File next to the weights of a model whose tokenizer is code: its import path, then the names of its files, one a line."""
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
 _PIPELINE = ("normalizer", "pre_tokenizer", "decoder")
 _BPE = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "ignore_merges")
@@ -42,18 +44,26 @@ def load_tokenizer(
 
     Args:
         name_or_path: A model's name, a folder, a GGUF file, or `module:name`, which is called with `model_name` and returns a
-            `rl_core.data.adapted_tokenizer.Tokenizer` or a Transformers tokenizer.
+            `rl_core.data.adapted_tokenizer.Tokenizer` or a Transformers tokenizer. A model's files never choose the code.
         model_name: The model of a tokenizer that is named by its import path.
         chat_template: Replaces the tokenizer's own: the Jinja text, or the path of a file.
         chat_template_kwargs: Variables for the template; see `with_template_kwargs`.
         trust_remote_code: Whether to run code that comes with the tokenizer.
 
     Raises:
-        DataError: The tokenizer does not exist, has neither a padding nor an EOS token, or its template does not use one of
-            the variables.
+        DataError: The tokenizer does not exist, is code that `name_or_path` does not name, has neither a padding nor an EOS
+            token, or its template does not use one of the variables.
     """
     require_model(str(name_or_path), query_cached=True)
     own = names_code(str(name_or_path))
+    model = str(model_name) if own and model_name is not None else str(name_or_path)
+    if (record := published_file(model, TOKENIZER_CODE)) is not None:
+        if not own:
+            code = record.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+            raise DataError(
+                f"the tokenizer of {model!r} is code that you must name: policy.tokenizer.name={code!r} or --tokenizer"
+            )
+        chat_template = chat_template or published_file(model, "chat_template.jinja")
     tokenizer = _from_code(str(name_or_path), model_name) if own else _published(name_or_path, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
@@ -216,8 +226,9 @@ def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _lacks_tokenizer(path: Path) -> bool:
-    """Whether it is a folder without tokenizer files."""
-    return path.is_dir() and not any(any(path.glob(pattern)) for pattern in _FILES)
+    """Whether it is a folder without files of a Transformers tokenizer."""
+    has_files = any(any(path.glob(pattern)) for pattern in _FILES)
+    return path.is_dir() and (not has_files or (path / TOKENIZER_CODE).is_file())
 
 
 def _template_text(chat_template: str | Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_core.config.policy_sections import rows_per_optimizer_step
-from rl_core.config.schema import PolicyConfig, TokenizerConfig
+from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import SETS, image_column
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups, right_padded
@@ -54,10 +54,6 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
     def data_ranks(self) -> int:
         """Number of ranks along the data axis."""
         return self.group.sharding.get_axis_size("data") if "data" in self.group.sharding.names else 1
-
-    @property
-    def tokenizer_section(self) -> TokenizerConfig:
-        return self.config.tokenizer
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
         return self._score(data, "get_logprobs", reference=False)

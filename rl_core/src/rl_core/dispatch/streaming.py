@@ -287,8 +287,8 @@ class TextGeneration(PrivateNames):
 
     @property
     def tokenizer_section(self) -> TokenizerConfig:
-        """Tokenizer for prompts and completions; the model's own by default."""
-        return TokenizerConfig()
+        """Tokenizer for prompts and completions: `tokenizer` of the section, or the model's own."""
+        return getattr(self.config, "tokenizer", None) or TokenizerConfig()
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -127,7 +127,7 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
     if given is None or given.eos_token_id is None or given.has_own_weights:
         return
     engine = given.for_policy(policy)
-    own = next((section for _, section in _backend_sections(engine)), None)
+    own = next((section for _, section in _backend_sections(engine)), engine)
     trusted = bool(getattr(own, "trust_remote_code", False))
     model = engine.model_name or policy.model_name
     tokenizer = find_tokenizer(model, getattr(own, "tokenizer", None) or policy.tokenizer, trust_remote_code=trusted)

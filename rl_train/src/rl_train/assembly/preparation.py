@@ -10,12 +10,15 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from os.path import isdir  # False for a text that is too long for the file system; Path would raise
+from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
 from rl_core.config.diagnostics import KeyPath, dotted
 from rl_core.config.section import PathRule
+from rl_core.data.hub import names_code
 from rl_core.data.model_digests import path_digests
 from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
@@ -37,6 +40,7 @@ from rl_train.assembly.data import (
     read_validation_sets,
 )
 from rl_train.checkpoints.inputs import FREE_TO_CHANGE, ROWS, Inputs, source_digests
+from rl_train.checkpoints.published_files import tokenizer_code
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.components import validates
 from rl_train.config.schema import DataConfig, RunConfig
@@ -311,9 +315,13 @@ def inputs_of(loaded: LoadedConfig, prepared: Preparation, *, only: tuple[str, .
 def _digests(layout: ConfigLayout, path: KeyPath, value: Any) -> dict[str, str]:
     """The digests of what the value of a key refers to: a path, or the dotted paths of code in it."""
     field = layout.find(path)
-    if field is None or not any(isinstance(item, PathRule) for item in field.info.metadata):
+    is_path = field is not None and any(isinstance(item, PathRule) for item in field.info.metadata)
+    if not is_path or (isinstance(value, str) and names_code(value)):
         return {name: digest for text in _texts(value) for name, digest in source_digests(text).items()}
-    return path_digests(value) if isinstance(value, str) and path[-1] not in _NOT_COMPARED else {}
+    if not isinstance(value, str) or path[-1] in _NOT_COMPARED:
+        return {}
+    files = tokenizer_code(Path(value))[1] if isdir(value) else []
+    return path_digests(value) | {name: digest for name in files for digest in path_digests(str(Path(value, name))).values()}
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.config.section import model_files
 from rl_core.data.hub import published_file
-from rl_core.data.tokenizer import save_tokenizer
+from rl_core.data.tokenizer import TOKENIZER_CODE, save_tokenizer
+from rl_core.errors import DataError
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATES = ("chat_template.*", "additional_chat_templates/*")
+_CODE_SUFFIXES = (".py", ".pkl", ".pickle", ".pt", ".pth")
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "tekken.json"),
     *("*.model", "*.spm", "*.tiktoken"),
@@ -72,6 +75,8 @@ def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
 
     Files of another tokenizer in the folder are removed. Transformers writes a tokenizer of a GGUF file or of user code.
     """
+    from rl_core.data.adapted_tokenizer import AdaptedTokenizer  # imports Transformers
+
     name, is_own_template = getattr(tokenizer, "published", (None, True))
     patterns = (*_TOKENIZER, *(_TEMPLATES if is_own_template else ()))
     config = None if name is None else published_file(name, _TOKENIZER_CONFIG) or published_file(name, "tokenizer.json")
@@ -79,7 +84,8 @@ def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
     for file in _matching(folder, (*_TOKENIZER, *_TEMPLATES)):
         (folder / file).unlink()
     if not files:
-        save_tokenizer(tokenizer, folder)
+        write = _write_code if isinstance(tokenizer, AdaptedTokenizer) else save_tokenizer
+        write(tokenizer, folder)
         return
     for file, content in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
@@ -90,6 +96,43 @@ def carry_over_tokenizer(tokenizer: Any, folder: Path) -> None:
         settings = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
         tokenizer.save_chat_templates(folder, settings, None, True)  # also removes the template from the settings
         (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _write_code(tokenizer: Any, folder: Path) -> None:
+    """Write the files and the template of a tokenizer that is code, and their names as `TOKENIZER_CODE`."""
+    with TemporaryDirectory() as written:
+        save_tokenizer(tokenizer, Path(written))
+        tokenizer.save_chat_templates(written, {}, None, True)
+        files = sorted(path for path in Path(written).rglob("*") if path.is_file())
+        names = [path.relative_to(written).as_posix() for path in files]
+        if taken := [name for name in names if name in (_CONFIG, _GENERATION) or name.endswith(".safetensors")]:
+            raise DataError(
+                f"`save` of the tokenizer {tokenizer.name_or_path} wrote {', '.join(taken)}, which would replace files of the "
+                "model. Give its files other names."
+            )
+        copy_files(Path(written), folder, names)
+    (folder / TOKENIZER_CODE).write_text("\n".join([tokenizer.name_or_path, *names, ""]), encoding="utf-8")
+
+
+def copy_files(source: Path, output: Path, names: Iterable[str]) -> None:
+    """Copy files of a folder, which may be in its subfolders."""
+    for name in names:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, output / name)
+
+
+def tokenizer_code(folder: Path) -> tuple[str | None, list[str]]:
+    """The import path and the files of the tokenizer of a model folder; None and no files if it is not code.
+
+    Names outside the folder, Python files and pickles are left out.
+    """
+    record = folder / TOKENIZER_CODE
+    if not record.is_file():
+        return None, []
+    code, *names = record.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    paths = [Path(name) for name in names if (folder / name).is_file() and not name.startswith("pytorch_model")]
+    data = [path for path in paths if not path.is_absolute() and ".." not in path.parts and path.suffix not in _CODE_SUFFIXES]
+    return code, [TOKENIZER_CODE, *map(Path.as_posix, data)]
 
 
 def _change_image_processor(folder: Path, kwargs: Mapping[str, Any]) -> None:

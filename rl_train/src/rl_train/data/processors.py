@@ -438,6 +438,7 @@ def template_of_processor(name: str) -> str | None:
 
 def with_text_settings(tokenizer: Any, policy: PolicyConfig) -> Any:
     """The tokenizer with the attributes that `rl_train.data.special_tokens` reads; they are never saved."""
+    tokenizer.model_name = policy.model_name
     tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens
     tokenizer.parse_control_tokens = policy.tokenizer.parse_control_tokens
     return tokenizer

@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from rl_core.data.hub import published_file
@@ -29,7 +30,8 @@ def guarded(tokenizer: Any, *contents: Any) -> Any:
     With the copy, texts have other names for control tokens: those that it renders, encodes and decodes, and in its attributes.
 
     Args:
-        tokenizer: A Transformers tokenizer. One without a `tokenizer.json` has no such copy, and is returned itself.
+        tokenizer: A Transformers tokenizer, or an `AdaptedTokenizer`. Others without a `tokenizer.json` have no such copy: they
+            are returned themselves.
         *contents: Messages, tools or texts.
     """
     if not control_texts(tokenizer, *contents) or not keeps_text(tokenizer):
@@ -132,7 +134,7 @@ def _guarded_copy(tokenizer: Any, _: str) -> Any:
     new = {name: f"{name[0]}\ue000{_NONCE}\ue000{name[1:]}" for name in names}
     marks = {name: f"rlcore{_NONCE}x{number}x" for number, name in enumerate(names)}
     try:
-        backend = _renamed(tokenizer.backend_tokenizer, new)
+        made = _renamed_copy(tokenizer, new)
     except Exception:  # it has none, or parts in Python; the library has no class for its errors
         return None
     hide = _substitution(added | marks)
@@ -142,9 +144,6 @@ def _guarded_copy(tokenizer: Any, _: str) -> Any:
         assert not tokenize
         return show(template_text(tokenizer, _replaced(messages, hide), tools=_replaced(tools, hide), **options))
 
-    made = copy.copy(tokenizer)
-    made._tokenizer = backend
-    made._special_tokens_map = {key: new.get(str(name), name) for key, name in tokenizer._special_tokens_map.items()}
     made.apply_chat_template, made.written_names = render, _substitution(added | new)
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     # A vocabulary that does not cover a name has unknown tokens for it.
@@ -156,6 +155,22 @@ def _substitution(table: Mapping[str, str]) -> Callable[[str], str]:
     """Replaces the keys of a table in a text, the longest first."""
     pattern = re.compile("|".join(map(re.escape, sorted(table, key=len, reverse=True))))
     return lambda text: pattern.sub(lambda found: table[found.group()], text)
+
+
+def _renamed_copy(tokenizer: Any, new: Mapping[str, str]) -> Any:
+    """A copy of a tokenizer with other names for some tokens, which have the same ids."""
+    from rl_core.data.adapted_tokenizer import AdaptedTokenizer, Tokenizer  # imports Transformers
+
+    made = copy.copy(tokenizer)
+    if isinstance(tokenizer, AdaptedTokenizer):
+        own = {name: getattr(tokenizer.tokenizer, name) for name in (*Tokenizer.__annotations__, "encode", "decode", "save")}
+        own["special_tokens"] = {new.get(name, name): token for name, token in own["special_tokens"].items()}
+        own |= {"pad_token_id": tokenizer.pad_token_id, "chat_template": tokenizer.chat_template}
+        vars(made).update(vars(AdaptedTokenizer(SimpleNamespace(**own), tokenizer.name_or_path)))
+    else:
+        made._tokenizer = _renamed(tokenizer.backend_tokenizer, new)
+        made._special_tokens_map = {key: new.get(str(name), name) for key, name in tokenizer._special_tokens_map.items()}
+    return made
 
 
 def _renamed(backend: Any, new: Mapping[str, str]) -> Any:
@@ -226,11 +241,12 @@ def _control_tokens(tokenizer: Any, template: str) -> Mapping[str, int]:
     if not hasattr(tokenizer, "get_added_vocab"):  # not one of Transformers: all tokens are text
         return {}
     added: dict[str, int] = {name: token for name, token in tokenizer.get_added_vocab().items() if name.strip()}
-    model = str(vars(tokenizer).get("published", [tokenizer.name_or_path])[0])  # with its revision
-    end_ids = {tokenizer.eos_token_id, *_end_ids(model)}
+    own = vars(tokenizer)
+    models = {own.get("model_name", ""), own.get("published", [tokenizer.name_or_path])[0]}  # with their revisions
+    end_ids = {tokenizer.eos_token_id, *(token for model in models for token in _end_ids(str(model)))}
     ends = {name for name, token in added.items() if token in end_ids}
-    own = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
-    names = ends.union(str(name) for name in own if name)
+    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    names = ends.union(str(name) for name in roles if name)
     if template != "None":
         pattern = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
         names |= _turn_tokens(tokenizer, ends, re.compile(pattern or "(?!)"))
@@ -238,7 +254,7 @@ def _control_tokens(tokenizer: Any, template: str) -> Mapping[str, int]:
 
 
 def _end_ids(model: str) -> list[int]:
-    """The end tokens of the generation config next to the tokenizer: a model may have others than its tokenizer."""
+    """The end tokens of a model's generation config: a model may have others than its tokenizer."""
     file = published_file(model, "generation_config.json") if model else None
     try:
         ids = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"] if file else []

@@ -245,7 +245,7 @@ def rows_of_teacher(rows: Batch, prompts: TeacherPrompts | None) -> TeacherRows:
     return TeacherRows(rows=rows) if prompts is None else prompts.rows_of(rows)
 
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>|token \d+")  # of a vocabulary with bytes, and as `AdaptedTokenizer` names them
 _INCOMPLETE = "\ufffd"
 
 

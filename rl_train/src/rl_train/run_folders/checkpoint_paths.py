@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from rl_core.errors import CheckpointError
 from rl_core.plugins.component import did_you_mean
 from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.manifest import damage_error, read_manifest, read_state, verify_checkpoint
+from rl_train.checkpoints.published_files import copy_files, tokenizer_code
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.run_folders.run_folder import CONFIG
 
@@ -195,9 +195,7 @@ def copy_model(source: Path, output: Path) -> None:
         CheckpointError: tensors are missing, have other shapes than the model of the config, or cannot be read.
     """
     check_model(source)
-    for name in model_files(source):
-        (output / name).parent.mkdir(exist_ok=True)
-        shutil.copy(source / name, output / name)
+    copy_files(source, output, model_files(source))
 
 
 def check_model(folder: Path) -> None:
@@ -229,7 +227,7 @@ def check_model(folder: Path) -> None:
 
 def left_out(source: Path) -> tuple[str, ...]:
     """Names of files and folders in a model folder that are not copied: documentation, pickles, code."""
-    copied = {Path(name).parts[0] for name in model_files(source)}
+    copied = {Path(name).parts[0] for name in (*model_files(source), *tokenizer_code(source)[1])}
     return tuple(sorted(entry.name for entry in source.iterdir() if entry.name not in copied))
 
 

@@ -20,7 +20,7 @@ from rl_core.plugins.import_path import resolve
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.manifest import damage_error, read_state, verify_checkpoint
-from rl_train.checkpoints.published_files import carry_over_config
+from rl_train.checkpoints.published_files import carry_over_config, copy_files, tokenizer_code
 from rl_train.run_folders.checkpoint_paths import check_model, copy_model, left_out, needed_code, other_base
 
 HF = "hf"
@@ -38,6 +38,7 @@ class ConversionResult:
         backend: the backend that wrote them; None if they were copied.
         left_out: files and folders next to the weights that were not copied.
         needed_code: those of them without which the model or its tokenizer cannot be loaded.
+        tokenizer: import path of a tokenizer that is code; its files were copied, but Transformers cannot load it.
     """
 
     output: Path
@@ -46,6 +47,7 @@ class ConversionResult:
     backend: str | None
     left_out: tuple[str, ...] = ()
     needed_code: tuple[str, ...] = ()
+    tokenizer: str | None = None
 
 
 def convert(
@@ -111,6 +113,8 @@ def convert(
         else:
             copied = {HF} if (source / "config.json").is_file() else set()
             raise _unsupported_format(backend, to, copied.union(conversions), source)
+        tokenizer, tokenizer_files = tokenizer_code(source)
+        copy_files(source, partial, tokenizer_files)
         if output.exists():
             output.rmdir()
         os.replace(partial, output)
@@ -124,6 +128,7 @@ def convert(
         backend=None if function is None else backend,
         left_out=left_out(source),
         needed_code=needed_code(source),
+        tokenizer=tokenizer,
     )
 
 
