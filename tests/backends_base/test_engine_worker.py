@@ -226,6 +226,7 @@ def test_the_section_lowers_the_limit_and_names_the_tokenizer_of_stop_strings(fo
     assert engine.facts["max_model_len"] == 7
     assert int(engine.generate(ROWS)["unpadded_sequence_lengths"].max()) == 7
     assert engine.group.worker.find_tokenizer().name_or_path == str(tmp_path)
+    assert engine.tokenizer_section.name == str(tmp_path)
     engine.shutdown()
 
 

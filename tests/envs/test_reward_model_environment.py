@@ -209,3 +209,32 @@ def test_a_chat_template_that_rejects_a_role_is_an_error(folders):
     environment = RewardModelEnvironment({"model_name": str(folders / "reward"), "chat_template": template})
     with pytest.raises(ConfigError, match=r"cannot render messages of the roles \['user', 'tool'\]: no tools"):
         environment.step([[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]], [{}])
+
+
+class Words:
+    """A tokenizer that Transformers cannot load, as a class that is called with the name of the model."""
+
+    vocab_size, special_tokens = 12, {"<end>": 2}  # noqa: RUF012
+    bos_token_id, eos_token_id, pad_token_id = None, 2, None
+    chat_template = None
+
+    def __init__(self, model_name):
+        self.folder = model_name
+
+    def encode(self, text):
+        return [5 + "abcdefg".index(word) if word in "abcdefg" else 5 for word in text.split()]
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+    def save(self, folder):
+        pass
+
+
+def test_a_reward_model_may_have_a_tokenizer_that_transformers_cannot_load(folders):
+    name = str(folders / "reward")
+    environment = RewardModelEnvironment({"model_name": name, "tokenizer_name": f"{__name__}:Words"})
+    assert environment._tokenizer.tokenizer.folder == name
+    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    assert reward_tokens(talk, environment._tokenizer) == [5, 6, 7, 2]
+    assert environment.step([talk], [{}]).rewards.isfinite().all()

@@ -193,9 +193,8 @@ class HttpClient:
         text = self.redact(content.decode(errors="replace"))
         if not response.is_success:
             reason = _refusal(f"status {status}", text)
-            # A conflict is a refusal, unless the server asks to wait, such as for a lock.
-            is_temporary = status in _RETRIED or (status == 409 and "retry-after" in response.headers)
-            return _Failure(reason, status, is_temporary, _retry_after(response.headers), text)
+            is_busy = status == 409 and "retry-after" in response.headers  # such as for a lock; others are refusals
+            return _Failure(reason, status, is_busy or status in _RETRIED, _retry_after(response.headers), text)
         try:
             return status, _decoded(content)
         except (ValueError, RecursionError):

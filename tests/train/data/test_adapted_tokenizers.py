@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.config.schema import PolicyConfig
+from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.adapted_tokenizer import AdaptedTokenizer
-from rl_core.data.tokenizer import conversation_tokens, decode, load_tokenizer
+from rl_core.data.tokenizer import conversation_tokens, decode, find_tokenizer, load_tokenizer
 from rl_core.errors import DataError
 from rl_serve.text import IncrementalText, decoded, token_texts
 from rl_train.checkpoints.published_files import carry_over_tokenizer, tokenizer_code
@@ -176,3 +176,33 @@ def test_a_tokenizer_that_would_replace_files_of_the_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"wrote config\.json, which would replace files of the model"):
         carry_over_tokenizer(tokenizer_of(tmp_path, Words), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_ids_that_only_the_model_has_are_no_text(model):
+    assert decode_answers(tokenizer_of(model), [[*b"a", 300, *b"b"]]) == ["ab"]
+    assert tokenizer_of(model).convert_ids_to_tokens(300) == "token 300"
+
+
+class WithGaps(Bytes):
+    """An id without a token, for which `decode` raises."""
+
+    vocab_size = 261
+
+
+def test_an_id_that_cannot_be_decoded_is_an_error_before_the_run(model):
+    with pytest.raises(DataError, match=r"cannot load the tokenizer \S+:WithGaps of .*ValueError: bytes must be in range"):
+        tokenizer_of(model, WithGaps)
+
+
+class WithVocabulary(Bytes):
+    """Its file has a name that Transformers reads as that of a vocabulary."""
+
+    def save(self, folder):
+        (folder / "vocab.json").write_text("{}")
+
+
+def test_files_of_other_tokenizers_are_not_read_as_a_vocabulary_of_transformers(model):
+    carry_over_tokenizer(tokenizer_of(model, WithVocabulary), model)
+    assert find_tokenizer(model, TokenizerConfig()) is None
+    with pytest.raises(DataError, match="is code that you must name"):
+        load_tokenizer(model)

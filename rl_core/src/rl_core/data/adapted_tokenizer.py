@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     """A tokenizer that Transformers cannot load, named by the import path of its class or a function (`tokenizer.name`)."""
 
     vocab_size: int
-    """Number of token ids, including those of control tokens."""
+    """Number of token ids, including those of control tokens; `decode` accepts all others, because a model may sample them."""
     special_tokens: Mapping[str, int]
     """Text and id of the control tokens, such as `{"<end>": 256}`: the ones below, and others that the chat template writes."""
     bos_token_id: int | None
@@ -77,7 +77,6 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
             **{role: None if token is None else self._names[token] for role, token in roles.items()},
         )
         self.chat_template = tokenizer.chat_template
-        self.is_corrected = False
 
     @property
     def vocab_size(self) -> int:
@@ -87,7 +86,7 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return dict(self._ids)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        runs = groupby((self._ids[token] for token in tokens), key=self._control.get)
+        runs = groupby((self._ids[token] for token in tokens if token in self._ids), key=self._control.get)
         return "".join(name * len([*run]) if name else self.tokenizer.decode([*run]) for name, run in runs)
 
     def save_pretrained(self, folder: Any, **_: Any) -> tuple[str, ...]:
@@ -100,8 +99,8 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     def _convert_token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
-    def _convert_id_to_token(self, index: int) -> str:
-        return self._names[index]
+    def _convert_id_to_token(self, index: int) -> str:  # a model may have more rows than the tokenizer has tokens
+        return self._names[index] if index < len(self._names) else f"{_UNNAMED}{index}"
 
 
 def _names(tokenizer: Tokenizer, control: dict[int, str]) -> Iterator[str]:

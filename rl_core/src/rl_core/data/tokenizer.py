@@ -108,9 +108,11 @@ def _from_code(path: str, model_name: str | Path | None) -> Any:
 
     try:
         tokenizer = resolve(path, key="tokenizer.name")(None if model_name is None else str(model_name))
+        return tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else AdaptedTokenizer(tokenizer, path)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"cannot load the tokenizer {path} of {str(model_name)!r}: {describe(error)}") from error
-    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else AdaptedTokenizer(tokenizer, path)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -227,8 +229,7 @@ def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _lacks_tokenizer(path: Path) -> bool:
     """Whether it is a folder without files of a Transformers tokenizer."""
-    has_files = any(any(path.glob(pattern)) for pattern in _FILES)
-    return path.is_dir() and (not has_files or (path / TOKENIZER_CODE).is_file())
+    return path.is_dir() and ((path / TOKENIZER_CODE).is_file() or not any(any(path.glob(pattern)) for pattern in _FILES))
 
 
 def _template_text(chat_template: str | Path) -> str:
