@@ -214,7 +214,7 @@ def test_a_chat_template_that_rejects_a_role_is_an_error(folders):
 class Words:
     """A tokenizer that Transformers cannot load, as a class that is called with the name of the model."""
 
-    vocab_size, special_tokens = 12, {"<end>": 2}  # noqa: RUF012
+    vocab_size, special_tokens = 12, {"<end>": 2}
     bos_token_id, eos_token_id, pad_token_id = None, 2, None
     chat_template = None
 
