@@ -30,9 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        metavar="TOKENIZER",
-        help="Another tokenizer than the model's: a name, a folder, or `module:name` of one that Transformers cannot load.",
-        show_default=False,
+        metavar="NAME", help="Tokenizer instead of the model's: a name, a folder or `module:name`.", show_default=False
     ),
 ]
 DATA_FILES = (".jsonl", ".parquet", ".csv", ".tsv")

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_backends_base.rows import StopStringScanner
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.adapted_tokenizer import AdaptedTokenizer
 from rl_core.data.tokenizer import conversation_tokens, decode, find_tokenizer, load_tokenizer
@@ -206,3 +207,9 @@ def test_files_of_other_tokenizers_are_not_read_as_a_vocabulary_of_transformers(
     assert find_tokenizer(model, TokenizerConfig()) is None
     with pytest.raises(DataError, match="is code that you must name"):
         load_tokenizer(model)
+
+
+@pytest.mark.parametrize(("kind", "stop", "tokens"), [(Words, "n b", [0, 1, 2]), (Bytes, "aé", [*"aé".encode()])])
+def test_a_stop_string_is_found_at_the_token_that_completes_it(kind, stop, tokens):
+    scanner = StopStringScanner(TOKENIZERS[kind], [stop], [0])
+    assert [scanner.push(token) for token in tokens] == [False, False, True]

@@ -103,8 +103,7 @@ def _write_code(tokenizer: Any, folder: Path) -> None:
     with TemporaryDirectory() as written:
         save_tokenizer(tokenizer, Path(written))
         tokenizer.save_chat_templates(written, {}, None, True)
-        files = sorted(path for path in Path(written).rglob("*") if path.is_file())
-        names = [path.relative_to(written).as_posix() for path in files]
+        names = sorted(path.relative_to(written).as_posix() for path in Path(written).rglob("*") if path.is_file())
         if taken := [name for name in names if name in (_CONFIG, _GENERATION) or name.endswith(".safetensors")]:
             raise DataError(
                 f"`save` of the tokenizer {tokenizer.name_or_path} wrote {', '.join(taken)}, which would replace files of the "
