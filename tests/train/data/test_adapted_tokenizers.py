@@ -179,7 +179,7 @@ def test_a_tokenizer_that_would_replace_files_of_the_model_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_ids_that_only_the_model_has_are_no_text(model):
+def test_ids_that_only_the_model_has_add_no_text(model):
     assert decode_answers(tokenizer_of(model), [[*b"a", 300, *b"b"]]) == ["ab"]
     assert tokenizer_of(model).convert_ids_to_tokens(300) == "token 300"
 
