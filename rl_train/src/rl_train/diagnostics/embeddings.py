@@ -29,7 +29,7 @@ _SPREADS = 6.0
 _CHUNK_ROWS = 16384
 _INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embedding")
 _OUTPUTS = ("lm_head", "embed_out", "output_layer", "output")
-"""Names of the modules with these weights in models of Transformers."""
+"""Names of the modules with these weights in models of Transformers; see `_similar` for other models."""
 
 
 def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collection[int] = frozenset()) -> Diagnosis:
@@ -106,7 +106,8 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         actual = f"{weights.output_name} is a separate matrix with the same numbers as {weights.input_name}"
     else:
         actual = f"{weights.output_name} is a separate matrix"
-    found = f"tie_word_embeddings is {str(declared).lower()} in the model's config, and {actual}"
+    setting = "not set" if declared is None else str(declared).lower()
+    found = f"tie_word_embeddings is {setting} in the model's config, and {actual}"
     details = {
         "declared": declared,
         "tied": weights.are_tied,
@@ -223,12 +224,14 @@ def read_embeddings(policy: ColocatablePolicyInterface, *, by_reference: bool, b
         WeightSyncError: its GPU is not visible to this process.
     """
     manifest = policy.prepare_refit_info() or {}
-    input_name, output_name = _named(manifest, _INPUTS), _named(manifest, _OUTPUTS)
+    input_name = _named(manifest, _INPUTS) or _similar(manifest, "emb")
     if input_name is None:
         raise NotSupportedError(
-            f"None of the policy's {len(manifest)} weights has the name of an input embedding "
-            f"(expected one of: {', '.join(_INPUTS)})."
+            f"None of the policy's {len(manifest)} weights has the name of an input embedding ({', '.join(_INPUTS)}, or "
+            "another matrix with `emb` in its name)."
         )
+    others = {name: entry for name, entry in manifest.items() if entry[0] == manifest[input_name][0] and name != input_name}
+    output_name = _named(manifest, _OUTPUTS) or _similar(others, "head", "logits", "output", "unembed")
     wanted = {input_name, output_name} - {None}
     read: dict[str, torch.Tensor] = {}
     try:
@@ -257,6 +260,12 @@ def _named(manifest: RefitManifest, modules: tuple[str, ...]) -> str | None:
         if found:
             return max(found, key=lambda name: manifest[name][0][0])
     return None
+
+
+def _similar(manifest: RefitManifest, *words: str) -> str | None:
+    """The matrix with one of `words` in its name; of several that of tokens (`token_emb`, not `pos_emb`), or the largest."""
+    found = [name for name, (shape, _) in manifest.items() if len(shape) == 2 and any(word in name for word in words)]
+    return max(found, key=lambda name: ("tok" in name, manifest[name][0][0]), default=None)
 
 
 def _device(handles: Mapping[str, object]) -> torch.device:
