@@ -12,7 +12,7 @@ from simulated_gpu import SimulatedGpu
 from torch import nn
 
 from rl_backends_base import FullyShard, OptimizerChain, TorchPolicyWorker, join_ranks
-from rl_backends_base.shards import fill
+from rl_backends_base.shards import copy_weights, fill
 from rl_core.backend import DistributedPolicy
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import PolicyConfig
@@ -52,12 +52,6 @@ class RecurrentWorker(TorchPolicyWorker):
         if self.context.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(dict(self.checkpoint_weights()), folder / FILE)
-
-    def load_weights(self, folder):
-        try:
-            self.model.load_state_dict(torch.load(folder / FILE))
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{folder} has no weights of this model: {error}") from error
 
     def find_tokenizer(self):
         return None
@@ -392,9 +386,6 @@ class OnTransformers(TorchPolicyWorker):
         if self.context.rank == 0:
             self.model.save_pretrained(folder)
 
-    def load_weights(self, folder):
-        self.model.load_state_dict(type(self.model).from_pretrained(folder).state_dict())
-
 
 class Sharded(OnTransformers):
     """Each rank has a shard of every weight."""
@@ -419,6 +410,28 @@ class Sharded(OnTransformers):
         stored = torch.load(folder / FILE)
         for name, own in self.checkpoint_weights().items():
             fill(own, stored[name])
+
+
+def test_a_checkpoint_of_another_model_or_without_files_is_refused_and_changes_nothing(folder, tmp_path):
+    worker, _ = start(folder)
+    before = {name: each.clone() for name, each in worker.checkpoint_weights().items()}
+    with pytest.raises(CheckpointError, match="has no weights of this model"):
+        worker.load_checkpoint(tmp_path, None)
+    for name, wrong in (("embed.weight", torch.zeros(40, 15)), ("norm.weight", torch.ones(16))):
+        torch.save({**before, name: wrong}, tmp_path / FILE)
+        with pytest.raises(CheckpointError, match=name):
+            worker.load_checkpoint(tmp_path, None)
+    assert worker.config.model_name == str(folder)
+    assert all(torch.equal(each, before[name]) for name, each in worker.checkpoint_weights().items())
+
+
+def test_weights_of_other_names_or_shapes_are_named(folder):
+    other = Recurrent()
+    other.head = nn.Linear(16, VOCABULARY + 1)
+    with pytest.raises(ValueError, match=r"2 of its tensors .* head.bias is \(41,\) instead of \(40,\)"):
+        copy_weights(Recurrent(), other)
+    with pytest.raises(ValueError, match=r"head.bias is absent instead of \(40,\)"):
+        copy_weights(nn.ModuleDict({"head": nn.Linear(1, 40)}), nn.ModuleDict({"head": nn.Linear(1, 40, bias=False)}))
 
 
 @pytest.mark.slow

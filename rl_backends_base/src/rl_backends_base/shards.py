@@ -39,6 +39,31 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
         local(target).copy_(local(value))
 
 
+def copy_weights(target: nn.Module, source: nn.Module) -> None:
+    """Set the parameters and buffers of a module, sharded or not, to those of a whole one.
+
+    Raises:
+        ValueError: their names or shapes differ.
+    """
+    own, given = target.state_dict(), source.state_dict()
+    shapes = [{name: tuple(value.shape) for name, value in each.items() if torch.is_tensor(value)} for each in (own, given)]
+    if differing := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
+        name, (expected, found) = differing[0], (each.get(differing[0], "absent") for each in shapes)
+        raise ValueError(
+            f"{len(differing)} of its tensors have other names or shapes: {name} is {found} instead of {expected}."
+        )
+    for name in shapes[0]:
+        fill(own[name], given[name])
+
+
+def round_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Round the floating-point parameters, and no buffers; returns the module."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
 @torch.no_grad()
 def copy_from_files(module: nn.Module) -> None:
     """Copy weights that are mapped from files: they would change with a file that is overwritten in place."""

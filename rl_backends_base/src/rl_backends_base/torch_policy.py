@@ -24,7 +24,7 @@ from rl_backends_base.optimizer_settings import OptimizerSettings
 from rl_backends_base.optimizer_step import LossAndMetrics, LossOfMicrobatch, non_finite_error, training_mode
 from rl_backends_base.parallel import Parallel, join_ranks
 from rl_backends_base.policy_worker import ConfigT, PolicyWorkerBase
-from rl_backends_base.shards import local, whole
+from rl_backends_base.shards import copy_weights, local, round_parameters, whole
 from rl_backends_base.training_state import TrainingState, TrainingStateBase
 from rl_core.backend import (
     BatchedDataDict,
@@ -40,7 +40,7 @@ from rl_core.backend import (
     weights_of,
 )
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import InvalidComponentError, NotSupportedError
+from rl_core.errors import CheckpointError, InvalidComponentError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import explaining_memory, halved
 
@@ -55,7 +55,8 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     - `build`: the model.
     - `logits` or `token_logprobs`: its output. Top-k log-probabilities and losses with candidates need `logits`.
     - `values`, if the config may have `head: scalar`.
-    - `save_weights` and `load_weights`; and `checkpoint_weights`, if the names in the checkpoint are not those of the module.
+    - `save_weights`; and `checkpoint_weights`, if the names in the checkpoint are not those of the module.
+    - `load_weights`, if `build` cannot read the folder that `save_weights` wrote.
 
     The base class joins the ranks, each of which has the whole model, and sums gradients over them. It builds the optimizer and
     the schedule, keeps float32 master weights of a bfloat16 model, clips, refuses steps that are not finite, moves tensors
@@ -145,8 +146,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """Round the parameters of `self.model` to `self.dtype`, and move it to the device, without dropout."""
         if self.dtype != torch.float32 and not self.config.frozen:
             self.exact_weights = {name: each.detach() for name, each in self.trained_module.named_parameters()}
-        _round(self.model, self.dtype)
-        self.model.to(self.device).eval()
+        round_parameters(self.model, self.dtype).to(self.device).eval()
 
     def load(self) -> PolicyFacts:
         if self.config.vocab_size is not None and self._computes_logprobs:
@@ -168,12 +168,11 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
             self.state = self.make_state()
         self.exact_weights = {}
         trained = 0 if self.state is None else sum(each.numel() for each in parameters if each.requires_grad)
-        on_gpu = self.device.type == "cuda"
         facts: dict[str, Any] = {
             "device": str(self.device),
             "num_parameters": sum(each.numel() for each in parameters),
             "num_trained_parameters": trained,
-            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else None,
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             **self.facts(),
         }
         if "vocab_size" not in facts:
@@ -294,9 +293,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
 
     def build_reference(self) -> nn.Module:
         """A model with the weights of the initial policy, in CPU memory. It is only scored with, without gradients."""
-        model = self.build().cpu()
-        _round(model, self.dtype)
-        return model
+        return round_parameters(self.build().cpu(), self.dtype)
 
     def forward_backward(
         self,
@@ -402,6 +399,16 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
     def offload_after_refit(self) -> None:
         self.move(weights=_CPU, state=_CPU)
 
+    def load_weights(self, folder: Path) -> None:
+        """Load what `save_weights` wrote; by default, `build` reads it, with the folder as `config.model_name`."""
+        config, self.config = self.config, self.config.model_copy(update={"model_name": str(folder)})
+        try:
+            copy_weights(self.model, self.build())
+        except (OSError, LookupError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{folder} has no weights of this model: {error}") from error
+        finally:
+            self.config = config
+
     def weights_loaded(self) -> None:
         if self.state is not None:
             self.state.weights_loaded()
@@ -491,10 +498,3 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         one = torch.ones(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             return self.logits(BatchedDataDict(input_ids=one[None] - 1, input_lengths=one)).shape[-1]
-
-
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the floating-point parameters, and no buffers."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)

@@ -2,7 +2,6 @@
 
 from rl_backends_base import TorchPolicyWorker
 from rl_backends_recurrent.model import RecurrentModel
-from rl_core.errors import CheckpointError
 
 
 class RecurrentPolicyWorker(TorchPolicyWorker):
@@ -17,9 +16,3 @@ class RecurrentPolicyWorker(TorchPolicyWorker):
     def save_weights(self, folder):
         if self.context.rank == 0:
             self.model.save(folder)
-
-    def load_weights(self, folder):
-        try:
-            self.model.load_state_dict(RecurrentModel.load(folder).state_dict())
-        except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{folder} has no weights of this model: {error}") from error
