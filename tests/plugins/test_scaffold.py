@@ -99,6 +99,21 @@ def test_a_policy_and_an_engine_of_one_plugin_train_three_steps_with_another_tok
     assert max(row["agreement/mean"] for row in rows) < 1e-5
 
 
+def test_an_environment_a_loss_a_dataset_and_a_logger_are_one_plugin_that_trains_three_steps(
+    site, monkeypatch, rlcore, tmp_path
+):
+    kinds = ("tool-environment", "loss", "dataset", "logger")
+    code, output = rlcore("new-plugin", "shop", *(text for kind in kinds for text in ("--kind", kind)), folder=tmp_path)
+    assert code == 0, output
+    folder = tmp_path / "rlcore-shop"
+    install(site, folder)
+    monkeypatch.syspath_prepend(site.folder)
+    code, output = rlcore("train", "train.yaml", f"policy.model_name={MODELS / 'tools' / 'model'}", folder=folder)
+    assert code == 0, output
+    assert [row["step"] for row in steps_of(folder / "runs" / "shop")] == [1, 2, 3]
+    assert (folder / "runs" / "shop" / "metrics.csv").read_text().startswith("step,reward/mean,loss")
+
+
 def steps_of(run_folder):
     """The metrics of the steps that trained."""
     rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
@@ -107,11 +122,15 @@ def steps_of(run_folder):
 
 @pytest.mark.slow
 def test_generated_code_is_formatted_and_has_no_open_tasks(generate, tmp_path):
+    several = plugin_files("acme-all", "tool-environment", "dataset", "loss", "logger", "generation", "policy")
+    write(several, tmp_path / "all")
+    files = [*several.items()]
     for option, name in NAMES.items():
         generate(option)
-        for path, text in plugin_files(name, option).items():
-            assert "TODO" not in text, path
-            assert "{{ " not in text, path
+        files += plugin_files(name, option).items()
+    for path, text in files:
+        assert "TODO" not in text, path
+        assert "{{ " not in text, path
     ruff = [sys.executable, "-m", "ruff"]
     rules = ["--isolated", "--no-cache", "--line-length", "128"]
     checked = [*ruff, "check", *rules, "--select", "E,F,I,UP,B,SIM,C4,PT", tmp_path]
@@ -137,7 +156,7 @@ def test_an_invalid_name_is_refused(rlcore, tmp_path, name):
         ("cli", "loss", "would replace rlcore_cli"),
         ("train", "command", "has a command 'train'"),
         ("acme", "enviroment", "There is no kind 'enviroment'. Did you mean 'environment'?"),
-        ("acme", "policy --kind loss", "`--kind loss` cannot be combined with another kind: only policy and generation"),
+        ("acme", "environment --kind agent", "both register the environment of that name"),
         ("hf", "generation --kind policy", "registers the policy backend 'hf'"),
         ("acme", "policy --distribution rl-backends-hf", "would replace rl_backends_hf, which is installed"),
         ("acme", "policy --distribution rl/acme", "'rl/acme' is not a valid name of a distribution"),

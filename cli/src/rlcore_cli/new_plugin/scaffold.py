@@ -31,7 +31,8 @@ _SAMPLING = ("top_p", "top_k", "sampled_sets", "top_logprobs")
 _ENGINE = ("in_process", *_SAMPLING, "async_rows", "refit_in_flight", "held_weight_digests", *_REFIT)
 _ENVIRONMENT = "environment:{cls}Environment"
 _REWARDS = "rl_train.rewards.environment:FunctionEnvironment"
-_TOGETHER = "policy and generation"
+_SAMPLES = (Kind.ENVIRONMENT, Kind.GENERATION, Kind.ALGORITHM, Kind.WEIGHT_TRANSPORT)
+_LONGEST = 120
 _AGENT = "An agent that lets the model check its own answer, and a score of the checked answer"
 
 
@@ -39,7 +40,7 @@ _AGENT = "An agent that lets the model check its own answer, and a score of the 
 class PluginKind:
     """A kind of plugin. The folder of templates with its name has the modules that only this kind has.
 
-    Policies and engines, which can be in one distribution, share those in the folder `backend`.
+    Policies and engines share those in the folder `backend`.
 
     Attributes:
         kind: Kind of the registered component.
@@ -122,7 +123,7 @@ def new_plugin(
     ],
     kind: Annotated[
         list[str],
-        typer.Option(help=f"One of {', '.join(PLUGIN_KINDS)}. Give {_TOGETHER} together for one plugin.", show_default=False),
+        typer.Option(help=f"One of {', '.join(PLUGIN_KINDS)}. May be given several times, for one plugin.", show_default=False),
     ],
     distribution: Annotated[
         str | None,
@@ -136,6 +137,7 @@ def new_plugin(
     Example:
         rlcore new-plugin long-sums --kind environment
         rlcore new-plugin acme --kind loss
+        rlcore new-plugin acme --kind dataset --kind environment
         rlcore new-plugin acme --kind policy --kind generation --distribution rl-backends-acme
     """
     folder = write_plugin(name, kind, Path(), distribution=distribution)
@@ -174,15 +176,24 @@ def plugin_files(name: str, *options: str, distribution: str | None = None) -> d
         trim_blocks=True,
         autoescape=False,
     )
-    folders = {"shared", *kinds, *("backend" for kind in kinds.values() if kind.is_backend)}
-    files = {}
+    modules, files = _config_modules(kinds), {}
     for source in templates.list_templates():
         folder, _, path = source.removesuffix(".j2").partition("/")
-        text = templates.get_template(source).render(values) if folder in folders else ""
-        if text:
+        if folder not in ("shared", *modules):
+            continue
+        if text := templates.get_template(source).render(values, modules=modules, module=modules.get(folder)):
             # A wheel has no files with a leading dot if a tool leaves them out, so the template has another name.
-            files[path.replace("package", f"src/{values['package']}", 1).replace("github", ".github", 1)] = text
+            path = path.replace("package", f"src/{values['package']}", 1).replace("github", ".github", 1)
+            files[path.replace("config.py", f"{modules.get(folder)}.py")] = text
     return files
+
+
+def _config_modules(kinds: Mapping[str, PluginKind]) -> dict[str, str]:
+    """The module of the config model, by folder of templates: `config`, or one for each component that has no worker."""
+    shared = {"backend": "config"} if any(kind.is_backend for kind in kinds.values()) else {}
+    several = len({*shared, *(option for option, kind in kinds.items() if not kind.is_backend)}) > 1
+    own = {option: f"{kind.kind}_config" if several and not kind.is_backend else "config" for option, kind in kinds.items()}
+    return shared | own
 
 
 def _kinds(options: Sequence[str]) -> dict[str, PluginKind]:
@@ -193,10 +204,11 @@ def _kinds(options: Sequence[str]) -> dict[str, PluginKind]:
                 f"There is no kind {option!r}.{did_you_mean(option, PLUGIN_KINDS)} Choose one of {', '.join(PLUGIN_KINDS)}."
             )
     kinds = {option: kind for option, kind in PLUGIN_KINDS.items() if option in options}
-    if others := [option for option, kind in kinds.items() if not kind.is_backend and len(kinds) > 1]:
+    same = [option for option, kind in kinds.items() if [each.kind for each in kinds.values()].count(kind.kind) > 1]
+    if same:
         raise ConfigError(
-            f"`--kind {others[0]}` cannot be combined with another kind: only {_TOGETHER} share their model. Write one plugin "
-            "for each of the other kinds."
+            f"`--kind {same[0]}` and `--kind {same[1]}` cannot be combined: both register the {kinds[same[0]].kind.label} of "
+            "that name. Write one plugin for each."
         )
     return kinds
 
@@ -205,6 +217,9 @@ def _values(name: str, kinds: Mapping[str, PluginKind], distribution: str) -> di
     package = distribution.replace("-", "_")
     cls = "".join(word.capitalize() for word in re.split("[-_]", name))
     first, *others = (kind.summary for kind in kinds.values())
+    summary = "; ".join([first, *(each[0].lower() + each[1:] for each in others)])
+    *labels, last = (kind.kind.label for kind in kinds.values())
+    labels = f"{', '.join(labels)} and {last}" if labels else last
     requires = dict.fromkeys(["rl-core", *(each for kind in kinds.values() for each in kind.requires)])
     kits = {"PackagingConformance", *(kind.kit for kind in kinds.values())}
     targets = {option: kind.target.format(cls=cls) for option, kind in kinds.items()}
@@ -212,11 +227,15 @@ def _values(name: str, kinds: Mapping[str, PluginKind], distribution: str) -> di
         "name": name,
         "options": list(kinds),
         "kinds": kinds,
-        "kind": next(iter(kinds.values())),
+        "trains": any(kind.trains for kind in kinds.values()),
+        "backend": any(kind.is_backend for kind in kinds.values()),
+        "environment": any(kind.kind is Kind.ENVIRONMENT for kind in kinds.values()),
+        "samples": "loss" not in kinds or any(kind.kind in _SAMPLES for kind in kinds.values()),
         "cls": cls,
         "package": package,
         "distribution": distribution,
-        "summary": "; ".join([first, *(each[0].lower() + each[1:] for each in others)]),
+        "labels": labels,
+        "summary": summary if len(summary) <= _LONGEST else f"{labels} `{name}`".capitalize(),
         "targets": {option: each if each.startswith("rl_") else f"{package}.{each}" for option, each in targets.items()},
         "requires": [_requirement_of(each) for each in requires],
         "kits": {module.__name__: sorted(kits & {*module.__all__}) for module in (rl_core.testing, rl_train.testing)},
