@@ -46,15 +46,15 @@ a test file. Kinds with the path `rl_train.testing` below need rl-train.
 - A test can only be replaced by an expected failure, which is reported, and which fails once the promise is kept:
   `test_rows_are_independent = xfail(reason="...")`, with `from rl_core.testing import xfail`.
 - Policies and engines are compared with a small Llama in the format of Transformers. A backend of another model sets `model` on
-  its classes, a `rl_core.testing.ReferenceModel` with three methods. `make_weights()` returns random weights by name;
-  `save_weights(folder, weights)` writes what the backend loads, without a tokenizer, which the kit adds. `logits(weights,
-  tokens)` returns [T, V] of one row [T], differentiable, from the equations of the model and not from the code under test.
-  `VOCABULARY` (V), `EOS` and `MAX_LENGTH` are those of `rl_core.testing.reference`.
-  [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one.
+  its classes, a `rl_core.testing.ReferenceModel`: it makes weights, writes them for the backend, and computes the logits of a
+  row. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one.
 - Rows with images are tested with a vision-language model of the test class, `picture_model`: a
   `rl_core.testing.PictureModel`, which also makes pictures. `tests/kit_pictures.py` of the repository has one, a Qwen2.5-VL
   of 110,000 parameters.
 - `pytest --ray` runs workers on two ranks over Ray instead of in this process.
+- Methods of a `ReferenceModel`: `make_weights()` returns random weights by name, with a larger row of `EOS` in the head.
+  `save_weights(folder, weights)` writes what the backend loads, without a tokenizer, which the kit adds. `logits(weights,
+  tokens)` returns [T, V] of one row [T], differentiable, from the equations of the model and not from the code under test.
 """
 
 
