@@ -100,6 +100,18 @@ class PathWorker(CountingWorker):
     load_checkpoint = save_checkpoint
 
 
+def test_a_facade_names_its_worker_class_as_an_attribute():
+    class Facade(DistributedPolicy):
+        worker_class = PathWorker
+
+    section = PolicyConfig(backend="tiny", model_name="tiny")
+    made = Facade(config=section, cluster=None, deadlines=None, name="teacher")
+    assert (type(made.group.worker), made.worker_class) == (PathWorker, PathWorker)
+    assert type(Facade(worker_class=CountingWorker, config=section).group.worker) is CountingWorker
+    with pytest.raises(AttributeError, match="worker_class"):
+        DistributedPolicy(config=section)
+
+
 def test_paths_of_checkpoints_are_absolute_for_workers_with_another_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     made = DistributedPolicy(worker_class=PathWorker, config=PolicyConfig(backend="tiny", model_name="tiny"), cluster=None)

@@ -25,7 +25,7 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
     Loading starts in the constructor and is awaited at the first use, so that several groups load at the same time.
 
     Args:
-        worker_class: the backend's worker; takes (`context`, `config`).
+        worker_class: the backend's worker, which takes (`context`, `config`); by default, the class attribute of this name.
         config: its section, passed to each worker.
         name: name of the group in errors; `default_name` by default.
         cluster: where the workers run; without one, a single worker runs in this process.
@@ -37,11 +37,12 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
     """
 
     default_name: ClassVar[str] = "policy"
+    worker_class: type
 
     def __init__(
         self,
         *,
-        worker_class: type,
+        worker_class: type | None = None,
         config: PolicyConfig | GenerationConfig,
         name: str = "",
         cluster: RayVirtualCluster | None = None,
@@ -52,7 +53,7 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
         bundles_per_worker: int = 1,
     ) -> None:
         self.config = config
-        self.worker_class = worker_class
+        self.worker_class = worker_class or self.worker_class
         self._name = name or self.default_name
         self._deadlines = deadlines or DeadlineConfig()
         of_section = config.num_workers if isinstance(config, GenerationConfig) else None
