@@ -3,6 +3,8 @@
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
+from unittest import SkipTest
 
 import pytest
 from isolation import require_isolation
@@ -21,6 +23,7 @@ from wrong_plugins.registry import (
     TRANSPORTS,
 )
 
+from rl_core.config.schema import PolicyConfig
 from rl_core.environments import StepResult, environment_return
 from rl_core.interfaces import EnvironmentInterface
 from rl_core.testing import (
@@ -44,6 +47,17 @@ def broken(base, component, **attributes):
     tests = type("Tests", (base,), {"component": component, **attributes})
     results = [result for result in results_of(tests) if result.status is Status.BROKEN]
     return [result.promise.name for result in results], "\n".join(map(tests.failure_text, results))
+
+
+class Float32Only(PolicyConfig):
+    precision: Literal["float32"] = "float32"
+
+
+def test_a_promise_that_a_section_rules_out_names_the_refused_value_alone(monkeypatch):
+    monkeypatch.setattr(PolicyConformance, "_settings", {"max_grad_norm": None, "precision": "bfloat16"})
+    section = Float32Only(backend="acme", model_name="model")
+    with pytest.raises(SkipTest, match=r"^its section does not accept `precision: bfloat16` of this test$"):
+        PolicyConformance.with_settings(section)
 
 
 class TwoMoves(EnvironmentInterface):

@@ -316,8 +316,10 @@ class Conformance(Generic[SubjectT]):
             return section
         try:
             return type(section).model_validate({**dict(section), **cls._settings})
-        except ValidationError:
-            raise SkipTest(f"its section does not accept {', '.join(cls._settings)} of this test") from None
+        except ValidationError as error:
+            refused = {problem["loc"][0] for problem in error.errors() if problem["loc"]} & {*cls._settings}
+            named = ", ".join(f"`{key}: {value}`" for key, value in cls._settings.items() if key in (refused or cls._settings))
+            raise SkipTest(f"its section does not accept {named} of this test") from None
 
     @classmethod
     def title(cls) -> str:
