@@ -218,8 +218,8 @@ def _values(name: str, kinds: Mapping[str, PluginKind], distribution: str) -> di
     cls = "".join(word.capitalize() for word in re.split("[-_]", name))
     first, *others = (kind.summary for kind in kinds.values())
     summary = "; ".join([first, *(each[0].lower() + each[1:] for each in others)])
-    *labels, last = (kind.kind.label for kind in kinds.values())
-    labels = f"{', '.join(labels)} and {last}" if labels else last
+    *earlier, last = (kind.kind.label for kind in kinds.values())
+    labels = f"{', '.join(earlier)} and {last}" if earlier else last
     requires = dict.fromkeys(["rl-core", *(each for kind in kinds.values() for each in kind.requires)])
     kits = {"PackagingConformance", *(kind.kit for kind in kinds.values())}
     targets = {option: kind.target.format(cls=cls) for option, kind in kinds.items()}
