@@ -1,12 +1,9 @@
 """Untrained rows are reported with ids and texts, and tying is compared with the weights that the policy sends."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from rl_core.errors import NotSupportedError
-from rl_core.testing.reference import ReferenceSender
 from rl_train.diagnostics.diagnosis import DiagnosisStatus
 from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings, read_embeddings
 
@@ -99,7 +96,8 @@ def test_a_long_list_is_cut_in_the_sentence_and_whole_in_the_details(tokenizer):
 def test_tying_that_the_config_and_the_weights_agree_on(policy, changed_model):
     tied = read_embeddings(policy(), by_reference=True)
     assert (tied.are_tied, check_tied_embeddings(tied, declared=True).status) == (True, DiagnosisStatus.OK)
-    assert check_tied_embeddings(tied, declared=None).status is DiagnosisStatus.OK
+    undeclared = check_tied_embeddings(tied, declared=None)
+    assert (undeclared.status, "is not set in" in undeclared.found) == (DiagnosisStatus.OK, True)
 
     def untie(tensors):
         tensors["lm_head.weight"] = tensors[EMBEDDINGS] + 1.0
@@ -140,26 +138,3 @@ def test_a_refit_still_works_after_the_embeddings_were_read(policy):
     assert torch.equal(first.input, read_embeddings(made, by_reference=True).input)
     assert made.prepare_weights_for_ipc(2**20)
     made.finish_refit()
-
-
-@pytest.mark.parametrize(
-    ("names", "output"),
-    [
-        (("token_emb.weight", "to_logits.weight"), "to_logits.weight"),
-        (("net.token_emb.emb.weight", "net.to_logits.weight"), "net.to_logits.weight"),
-        (("embedding.weight", "head.weight"), "head.weight"),
-        (("pos_emb.emb.weight", "token_emb.emb.weight", "blocks.0.head_proj.weight"), None),
-    ],
-)
-def test_embeddings_of_models_that_transformers_does_not_have_are_found(names, output):
-    class Sender(ReferenceSender):
-        def prepare_refit_info(self):
-            return self.weight_manifest()
-
-    shapes = {"pos_emb.emb.weight": (32, 4), "blocks.0.head_proj.weight": (4, 4)}
-    weights = {name: torch.randn(shapes.get(name, (18, 4))) for name in names}
-    read = read_embeddings(Sender(weights, Path()), by_reference=True)
-    expected = next(name for name in names if name.endswith(("token_emb.weight", "token_emb.emb.weight", "embedding.weight")))
-    assert (read.input_name, read.output_name) == (expected, output)
-    assert torch.equal(read.input, weights[expected])
-    assert "not set" in check_tied_embeddings(read, declared=None).found

@@ -29,7 +29,7 @@ _SPREADS = 6.0
 _CHUNK_ROWS = 16384
 _INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embedding")
 _OUTPUTS = ("lm_head", "embed_out", "output_layer", "output")
-"""Names of the modules with these weights in models of Transformers; see `_similar` for other models."""
+"""Names of the modules with these weights in models of Transformers."""
 
 
 def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collection[int] = frozenset()) -> Diagnosis:
@@ -224,14 +224,12 @@ def read_embeddings(policy: ColocatablePolicyInterface, *, by_reference: bool, b
         WeightSyncError: its GPU is not visible to this process.
     """
     manifest = policy.prepare_refit_info() or {}
-    input_name = _named(manifest, _INPUTS) or _similar(manifest, "emb")
+    input_name, output_name = _named(manifest, _INPUTS), _named(manifest, _OUTPUTS)
     if input_name is None:
         raise NotSupportedError(
-            f"None of the policy's {len(manifest)} weights has the name of an input embedding ({', '.join(_INPUTS)}, or "
-            "another matrix with `emb` in its name)."
+            f"None of the policy's {len(manifest)} weights has the name of an input embedding "
+            f"(expected one of: {', '.join(_INPUTS)})."
         )
-    others = {name: entry for name, entry in manifest.items() if entry[0] == manifest[input_name][0] and name != input_name}
-    output_name = _named(manifest, _OUTPUTS) or _similar(others, "head", "logits", "output", "unembed")
     wanted = {input_name, output_name} - {None}
     read: dict[str, torch.Tensor] = {}
     try:
@@ -260,12 +258,6 @@ def _named(manifest: RefitManifest, modules: tuple[str, ...]) -> str | None:
         if found:
             return max(found, key=lambda name: manifest[name][0][0])
     return None
-
-
-def _similar(manifest: RefitManifest, *words: str) -> str | None:
-    """The matrix with one of `words` in its name; of several that of tokens (`token_emb`, not `pos_emb`), or the largest."""
-    found = [name for name, (shape, _) in manifest.items() if len(shape) == 2 and any(word in name for word in words)]
-    return max(found, key=lambda name: ("tok" in name, manifest[name][0][0]), default=None)
 
 
 def _device(handles: Mapping[str, object]) -> torch.device:

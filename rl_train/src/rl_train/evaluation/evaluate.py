@@ -411,9 +411,7 @@ def _check_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: M
             status=DiagnosisStatus.WARNING,
             found=f"the policy's embeddings could not be read: {error}",
             why="Whether their rows were trained, and whether they are tied, is unknown.",
-            remedy="Diagnose on the node where the policy's rank 0 runs."
-            if isinstance(error, WeightSyncError)
-            else "Nothing, if the model trains. A policy can send them under such names (`checkpoint_weights` of its worker).",
+            remedy="Diagnose on the node where the policy's rank 0 runs, or with another policy backend.",
         )
         return
     used = {int(token) for row in plan.prompts.token_ids() for token in row}
