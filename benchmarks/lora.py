@@ -194,7 +194,12 @@ def finished(work: Path, name: str, example: str, steps: int, changes: Sequence[
 
 
 def runs(work: Path, rounds: int, which: Sequence[str], precision: str) -> None:
-    adapted = (f"policy.precision={precision}", "++policy.hf_cfg.lora.rank=16", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    adapted = (
+        f"policy.precision={precision}",
+        "++policy.hf_cfg.lora.rank=16",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    )
     print(f"| {precision} | adapter, s | merged, s | ratio | adapter, bytes | merged, bytes |\n|---|---|---|---|---|---|")
     for name in which:
         example, *changes = REFITS[name]
@@ -270,7 +275,13 @@ def learning(work: Path, tasks: Sequence[str], seeds: Sequence[int], lr: float |
             rate = lr or rates.get(form, rates[""])
             before, after = [], []
             for seed in seeds:
-                all_changes = [*changes, *FORMS[form], f"policy.optimizer.kwargs.lr={rate}", f"grpo.seed={seed}", "cluster.backend=in_process"]
+                all_changes = [
+                    *changes,
+                    *FORMS[form],
+                    f"policy.optimizer.kwargs.lr={rate}",
+                    f"grpo.seed={seed}",
+                    "cluster.backend=in_process",
+                ]
                 name = f"{task}-{form}-{rate:g}-{seed}".replace(" ", "-")
                 found = [row.get("validation/accuracy") for row in finished(work, name, example, steps, all_changes)]
                 before.append(100 * found[0])

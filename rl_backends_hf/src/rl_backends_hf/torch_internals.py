@@ -54,13 +54,6 @@ def has_bfloat16_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _product_of_groups(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """An empty result of torch's product of groups; of two matrices, `ends` divides the dimension that is summed."""
-    groups = (ends.numel(),) if ends is not None and first.ndim == second.ndim == 2 else ()
-    batch = first.shape[:1] if first.ndim == second.ndim == 3 else groups
-    return first.new_empty(*batch, first.shape[-2], second.shape[-1])
-
-
 def without_data() -> Any:
     """A mode in which tensors have no data, with the attribute `computes`.
 
@@ -88,8 +81,6 @@ def without_data() -> Any:
                 masks = isinstance(first, FakeTensor) and first.dtype == torch.bool
                 if masks and all(each is None for each in others):
                     return args[0].flatten(0, first.ndim - 1).clone()
-            if func.name() == "aten::_grouped_mm":  # its shape function refuses float32, which the operator computes on CPUs
-                return _product_of_groups(*args[:3])
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return WithoutData(allow_non_fake_inputs=True)
