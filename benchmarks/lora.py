@@ -13,9 +13,9 @@ adapters, of an engine with merged weights and of the base model, all by a full 
 weights to an engine in this process over shared memory, and `sampling` samples 16 rows; both alternate their sides, and report
 wall-clock and CPU seconds. Set the number of torch's threads with `--threads`.
 
-`runs` trains over Ray, in turn with adapters and with merged weights, and reads the time of each refit, without the canary, from the metrics. `large`
-makes a random Llama and compares a training step, sampling and a refit. `learning` trains on the quickstart's sums, and
-SmolLM2 on the sums of examples/grpo_smollm2.yaml; finished runs in `--work` are not repeated.
+`runs` trains over Ray, in turn with adapters and with merged weights, and reads the time of each refit from the metrics,
+without the canary. `large` makes a random Llama and compares a training step, sampling and a refit. `learning` trains on the
+quickstart's sums, and SmolLM2 on the sums of examples/grpo_smollm2.yaml; finished runs in `--work` are not repeated.
 """
 
 from __future__ import annotations
