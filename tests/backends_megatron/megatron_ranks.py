@@ -62,12 +62,12 @@ def several_case(vocab_size: int):
 
 
 def vocabulary_case(vocab_size: int):
-    """Logits [9, 130] with large values on padding, targets, and weights of log-probabilities and entropies."""
+    """Logits [9, 130] with large values on padding, targets, and weights of log-probabilities."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn(9, 130, generator=generator)
     logits[:, vocab_size:] = 20.0
     targets = torch.randint(0, vocab_size, (9,), generator=generator)
-    return logits, targets, torch.randn(2, 9, generator=generator)
+    return logits, targets, torch.randn(9, generator=generator)
 
 
 def shares_of_masters(worker: MegatronPolicyWorker) -> dict[tuple[int, str], torch.Tensor | None]:
@@ -219,7 +219,7 @@ class Rank:
         torch.save(found, self.out / f"masters-{name}-{self.rank}.pt")
 
     def vocabulary(self) -> None:
-        """Log-probabilities, entropies and their gradients from tensor-parallel logits."""
+        """Log-probabilities and their gradients from tensor-parallel logits."""
         worker = self.worker(LAYOUTS["tp2"])
         group = worker._ranks.tensor
         found = {}
@@ -227,12 +227,10 @@ class Rank:
         for vocab_size in (125, 60):
             logits, targets, weights = vocabulary_case(vocab_size)
             part = logits[:, self.rank * 65 : (self.rank + 1) * 65].clone().requires_grad_()
-            logprobs, entropy = vocab_parallel_logprobs(
-                part, targets, group=group, vocab_size=vocab_size, temperature=0.7, chunk=4, entropy=True
-            )
-            ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+            logprobs = vocab_parallel_logprobs(part, targets, group=group, vocab_size=vocab_size, temperature=0.7, chunk=4)
+            (logprobs * weights).sum().backward()
             assert torch.equal(part.detach(), logits[:, self.rank * 65 : (self.rank + 1) * 65])
-            found[vocab_size] = logprobs.detach(), entropy.detach(), part.grad
+            found[vocab_size] = logprobs.detach(), part.grad
             found[vocab_size, "several"] = self.several(part.detach(), group, vocab_size)
         worker.shutdown()
         torch.save(found, self.out / f"vocabulary-{self.rank}.pt")
@@ -242,7 +240,7 @@ class Rank:
         part = part.requires_grad_()
         shape = {"group": group, "vocab_size": vocab_size, "temperature": 0.7, "chunk": 4}
         targets, weights = several_case(vocab_size)
-        logprobs, _ = vocab_parallel_logprobs(part, targets, **shape)
+        logprobs = vocab_parallel_logprobs(part, targets, **shape)
         (logprobs * weights).sum().backward()
         nothing, _ = vocab_parallel_topk(part[:0], k=3, **shape)
         assert nothing.shape == (0, 3)

@@ -29,7 +29,7 @@ from rl_backends_megatron.model import DTYPES, build_chunks, is_tied, matrix_siz
 from rl_backends_megatron.model_inputs import Layout, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head
-from rl_backends_megatron.scoring import forward, forward_backward, make_head
+from rl_backends_megatron.scoring import OutputHead, forward, forward_backward
 from rl_core.backend import BatchedDataDict
 from rl_core.errors import UserError
 
@@ -156,7 +156,7 @@ class PolicyMemory:
         family = family_of(hf, model_name=config.model_name)
         family = with_scalar_head(family) if config.head == "scalar" else family
         given = _microbatch(config, ranks, shape or (1, 1))
-        head = make_head(config, ranks, vocab_size=self._hf.vocab_size)
+        head = OutputHead(config, ranks, vocab_size=self._hf.vocab_size)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
             [module] = build_chunks(hf, family, config, device=ranks.device.type).modules
             if (lora := config.megatron_cfg.lora) is not None:

@@ -1,10 +1,9 @@
 """Runs microbatches through the pipeline, and converts the last stage's output to one number per token.
 
 Logits have their vocabulary sharded over ranks and are not gathered. With z the logits over T, m their maximum, s = sum exp(z
-- m): log p(y) = z_y - m - log s, and the entropy is H = log s - sum p (z - m). Per position, the ranks exchange a maximum and a
-few sums, and for the top k their own top k, which contain the global ones. Padding columns of the vocabulary are masked.
-Megatron-Core's own cross entropy overwrites its logits, counts padding columns, takes one target per position, and does not
-compute the entropy.
+- m): log p(y) = z_y - m - log s. Per position, the ranks exchange a maximum and a few sums, and for the top k their own top k,
+which contain the global ones. Padding columns of the vocabulary are masked. Megatron-Core's own cross entropy overwrites its
+logits, counts padding columns, and takes one target per position.
 """
 
 from __future__ import annotations
@@ -29,97 +28,53 @@ HeadFn = Callable[[torch.Tensor], torch.Tensor]
 """From the last stage's hidden states to logits or values of the scored tokens."""
 
 
-class LogprobHead:
-    """Converts the last stage's logits to log-probabilities of tokens.
+class OutputHead:
+    """Converts the last stage's output to one number per token: log-probabilities, or with a scalar head values.
 
     Args:
+        config: the section `policy`.
         ranks: the vocabulary is sharded over `tensor`, rows over `context`.
         vocab_size: V, without padding.
-        temperature: logits are divided by it.
-        chunk_tokens: number of positions for which float32 logits exist at one time.
+
+    Attributes:
+        column: name of the numbers.
     """
 
-    def __init__(self, ranks: Ranks, *, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, config: MegatronPolicyConfig, ranks: Ranks, *, vocab_size: int) -> None:
+        self.column = "values" if config.head == "scalar" else "logprobs"
         self._ranks = ranks
-        self._vocab_size, self._temperature, self._chunk = vocab_size, temperature, chunk_tokens
+        self._logits: dict[str, Any] = {
+            "group": ranks.tensor,
+            "vocab_size": min(vocab_size, config.vocab_size or vocab_size),
+            "temperature": config.scoring_temperature,
+            "chunk": config.megatron_cfg.logprob_chunk_tokens,
+        }
 
-    def __call__(self, logits: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """Log-probabilities [b, T] float32 of a microbatch, on every rank of the stage; 0.0 for tokens that were not scored.
+    def __call__(self, output: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """Numbers [b, T] float32 of a microbatch, on every rank of the stage; 0.0 for tokens that were not scored.
 
         Args:
-            logits: [M, V' / R] of the M scored tokens.
+            output: logits [M, V' / R], or values [M], of the M scored tokens.
             inputs: their microbatch; with K candidates per token, the result is [b, T, 1 + K].
         """
-        picked, _ = vocab_parallel_logprobs(
-            logits,
-            inputs.targets,
-            group=self._ranks.tensor,
-            vocab_size=self._vocab_size,
-            temperature=self._temperature,
-            chunk=self._chunk,
-        )
-        return _scatter(picked, inputs, self._ranks)
+        if self.column == "logprobs":
+            output = vocab_parallel_logprobs(output, inputs.targets, **self._logits)
+        return self._scatter(output, inputs)
 
     def topk(self, logits: torch.Tensor, inputs: ModelInput, *, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
 
         They are moved to the CPU at once, because they are k times as large as the usual result.
         """
-        ids, logprobs = vocab_parallel_topk(
-            logits,
-            k=k,
-            group=self._ranks.tensor,
-            vocab_size=self._vocab_size,
-            temperature=self._temperature,
-            chunk=self._chunk,
-        )
+        ids, logprobs = vocab_parallel_topk(logits, k=k, **self._logits)
         return {
-            "topk_token_ids": _scatter(ids, inputs, self._ranks).cpu(),
-            "topk_logprobs": _scatter(logprobs, inputs, self._ranks).cpu(),
+            "topk_token_ids": self._scatter(ids, inputs).cpu(),
+            "topk_logprobs": self._scatter(logprobs, inputs).cpu(),
         }
 
-
-class ValueHead:
-    """Converts the last stage's values to values of tokens.
-
-    Args:
-        ranks: rows are sharded over `context`.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def __call__(self, values: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """Values [b, T] float32 of a microbatch, on every rank of the stage; 0.0 for tokens that were not scored.
-
-        Args:
-            values: [M] of the M scored tokens.
-            inputs: their microbatch.
-        """
-        return _scatter(values, inputs, self._ranks)
-
-
-Head = LogprobHead | ValueHead
-"""From the model's output to one number per token."""
-
-
-def make_head(config: MegatronPolicyConfig, ranks: Ranks, *, vocab_size: int) -> Head:
-    """The head that the section `policy` names; `vocab_size` is V, without padding."""
-    if config.head == "scalar":
-        return ValueHead(ranks)
-    return LogprobHead(
-        ranks,
-        vocab_size=min(vocab_size, config.vocab_size or vocab_size),
-        temperature=config.scoring_temperature,
-        chunk_tokens=config.megatron_cfg.logprob_chunk_tokens,
-    )
-
-
-def _scatter(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:
-    flat = numbers.new_zeros(inputs.shape[0] * inputs.shape[1], *numbers.shape[1:]).index_put((inputs.output_index,), numbers)
-    if ranks.context.size() > 1:
-        flat = sum_over_ranks(flat, ranks.context)
-    return flat.view(*inputs.shape, *numbers.shape[1:])
+    def _scatter(self, numbers: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        scattered, group = inputs.scatter(numbers), self._ranks.context
+        return sum_over_ranks(scattered, group) if group.size() > 1 else scattered
 
 
 def forward(models: Sequence[Any], inputs: Sequence[ModelInput], read: Callable[[torch.Tensor, int], Any]) -> list[Any]:
@@ -193,9 +148,8 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     temperature: float = 1.0,
     chunk: int = 1024,
-    entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each target, and optionally the entropy of each distribution, in nats.
+) -> torch.Tensor:
+    """Log-probability of each target, in nats.
 
     Args:
         logits: [N, V' / R] any float type; this rank's columns, not modified.
@@ -204,16 +158,15 @@ def vocab_parallel_logprobs(
         vocab_size: V; columns from there to V' are padding.
         temperature: logits are divided by it.
         chunk: positions computed at one time, in float32.
-        entropy: whether to compute the entropy.
 
     Returns:
-        [N] or [N, C] float32, and [N] float32 or None, the same on every rank and differentiable in `logits`.
+        [N] or [N, C] float32, the same on every rank and differentiable in `logits`.
     """
     several = targets if targets.ndim == 2 else targets.unsqueeze(1)
-    logprobs, entropies = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, several, group, vocab_size, temperature, chunk, entropy
+    logprobs: torch.Tensor = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, several, group, vocab_size, temperature, chunk
     )
-    return logprobs.view(targets.shape), entropies
+    return logprobs.view(targets.shape)
 
 
 def vocab_parallel_topk(
@@ -221,13 +174,7 @@ def vocab_parallel_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` most likely tokens at each position, most likely first.
 
-    Args:
-        logits: [N, V' / R] any float type; this rank's columns.
-        k: at most `vocab_size`.
-        group: the R tensor-parallel ranks.
-        vocab_size: V; columns from there to V' are padding.
-        temperature: logits are divided by it.
-        chunk: positions computed at one time, in float32.
+    `k` is at most `vocab_size`; other arguments are as in `vocab_parallel_logprobs`.
 
     Returns:
         Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; the same on every rank, without a gradient.
@@ -259,52 +206,40 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         chunk: int,
-        with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor:
         first = group.rank() * logits.size(1)
         local = (targets >= first) & (targets < first + logits.size(1))
         column = (targets - first).clamp(0, logits.size(1) - 1)
         highest = _max_logits(logits, vocab_size - first, temperature, chunk)
         _reduce_over_ranks(highest, dist.ReduceOp.MAX, group)
-        # Per position: logits of its targets, sum of exponentials, and sum of exponentials times logits.
-        sums = torch.zeros(len(logits), targets.size(1) + 2, dtype=torch.float32, device=logits.device)
+        # Per position: logits of its targets, and sum of exponentials.
+        sums = torch.zeros(len(logits), targets.size(1) + 1, dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), chunk):
             rows = slice(start, start + chunk)
             z = _scaled(logits[rows], vocab_size - first, temperature).sub_(highest[rows, None])
-            sums[rows, :-2] = z.gather(1, column[rows]).masked_fill(~local[rows], 0.0)
-            # In place if possible: on a CPU, allocating a tensor of this size costs more than computing its sums.
-            power = z.exp() if with_entropy else z.exp_()
-            sums[rows, -2] = power.sum(1)
-            if with_entropy:
-                sums[rows, -1] = (power * z.masked_fill(power == 0, 0.0)).sum(1)
+            sums[rows, :-1] = z.gather(1, column[rows]).masked_fill(~local[rows], 0.0)
+            # In place: on a CPU, allocating a tensor of this size costs more than computing its sums.
+            sums[rows, -1] = z.exp_().sum(1)
         _reduce_over_ranks(sums, dist.ReduceOp.SUM, group)
-        log_sum = sums[:, -2].log()
-        entropies = log_sum - sums[:, -1] / sums[:, -2] if with_entropy else None
-        ctx.save_for_backward(logits, column, local, highest + log_sum, entropies)
+        log_sum = sums[:, -1].log()
+        ctx.save_for_backward(logits, column, local, highest + log_sum)
         ctx.limit, ctx.temperature, ctx.chunk = vocab_size - first, temperature, chunk
-        return sums[:, :-2] - log_sum[:, None], entropies
+        return sums[:, :-1] - log_sum[:, None]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, column, local, normalizer, entropies = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, column, local, normalizer = ctx.saved_tensors
         result = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             log_p = _scaled(logits[rows], ctx.limit, ctx.temperature).sub_(normalizer[rows, None])
-            slope = None
-            if entropies is not None and grad_entropy is not None:
-                p = log_p.exp()
-                # dH/dz = -p (log p + H); p log p is 0 where p is.
-                slope = (log_p.masked_fill(p == 0, 0.0) + entropies[rows, None]).mul_(p).mul_(grad_entropy[rows, None])
             part = log_p.exp_().mul_(-grad[rows].sum(1, keepdim=True))
             part.scatter_add_(1, column[rows], grad[rows] * local[rows])
-            if slope is not None:
-                part -= slope
             if ctx.temperature != 1.0:
                 part /= ctx.temperature
             result[rows] = part
-        return result, None, None, None, None, None, None
+        return result, None, None, None, None, None
 
 
 def _reduce_over_ranks(own: torch.Tensor, op: Any, group: Any) -> None:

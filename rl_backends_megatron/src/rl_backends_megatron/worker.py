@@ -24,7 +24,7 @@ from rl_backends_megatron.model import is_tied, matrix_sizes
 from rl_backends_megatron.model_inputs import Layout, ModelInput, filler_microbatch
 from rl_backends_megatron.optimizer import Offloader
 from rl_backends_megatron.parallel import Ranks, join, leave
-from rl_backends_megatron.scoring import LogprobHead, ValueHead, forward, forward_backward, make_head
+from rl_backends_megatron.scoring import OutputHead, forward, forward_backward
 from rl_backends_megatron.training_state import SHARDS_OPTIMIZER, MegatronState, saved_setting
 from rl_core.backend import (
     BatchedDataDict,
@@ -69,7 +69,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
         self._build(shards_optimizer=self.config.shards_optimizer(on_gpu=self.device.type == "cuda"))
         self._model.load_initial_weights(self._set_weight)
         self._layout = Layout(self.config, self._ranks)
-        self._head = make_head(self.config, self._ranks, vocab_size=self._model.vocab_size)
+        self._head = OutputHead(self.config, self._ranks, vocab_size=self._model.vocab_size)
         return self.model
 
     def _build(self, *, shards_optimizer: bool) -> None:
@@ -129,10 +129,7 @@ class MegatronPolicyWorker(TorchPolicyWorker[MegatronPolicyConfig]):
     def _read_scores(self, output: torch.Tensor, inputs: ModelInput, *, topk: int | None) -> Mapping[str, torch.Tensor]:
         """The scores of one microbatch, from the output of the last pipeline stage."""
         head = self._head
-        if topk is None:
-            return {"values" if isinstance(head, ValueHead) else "logprobs": head(output, inputs)}
-        assert isinstance(head, LogprobHead)
-        return head.topk(output, inputs, k=topk)
+        return {head.column: head(output, inputs)} if topk is None else head.topk(output, inputs, k=topk)
 
     def collect_scores(self, column: torch.Tensor) -> torch.Tensor:
         return self._ranks.tensor_from_last_stage(column)
