@@ -24,7 +24,7 @@ from rl_backends_megatron.lora import LoraAdapters
 from rl_backends_megatron.lora_targets import LORA
 from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks, join, leave
-from rl_backends_megatron.scalar_head import describe_classifier, source_with_head, with_scalar_head
+from rl_backends_megatron.scalar_head import HEAD, describe_classifier, with_scalar_head
 from rl_core.backend import check_files, refuse_other_head
 from rl_core.config.section import model_files
 from rl_core.data.model_digests import ADAPTER_WEIGHTS
@@ -54,7 +54,7 @@ class LoadedModel:
     adapters: LoraAdapters | None
 
     def load_initial_weights(self, into: SetWeight = torch.Tensor.copy_) -> None:
-        """Load the weights from the model's own folder; a missing scalar head is initialized with zeros.
+        """Load the weights from the model's own folder; a scalar head that it does not have keeps its zeros.
 
         Args:
             into: sets one weight.
@@ -63,7 +63,8 @@ class LoadedModel:
             CheckpointError: the folder is incomplete, or its weights do not match its config.
         """
         with self._tensors(self.folder) as source:
-            self.bridge.load(source_with_head(source, self.hf) if self.scalar else source, into)
+            keeps_zeros = self.scalar and HEAD not in source
+            self.bridge.load(source, into, names=self.bridge.manifest.keys() - {HEAD} if keeps_zeros else None)
         if self.adapters is not None:
             self.adapters.init(into)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from rl_backends_megatron.families import Family, Replicated, Source, Weight
+from rl_backends_megatron.families import Family, Replicated, Weight
 
 HEAD: Final = "score.weight"
 _OUTPUT: Final = "output_layer.weight"
@@ -33,40 +33,6 @@ class ScalarHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M] float32 from [M, H]; computed in float32, because bfloat16 has steps of about 0.01 near 2."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
-
-
-class SourceWithHead:
-    """A tensor source that adds a head of zeros if the folder has none.
-
-    Args:
-        source: the folder.
-        hidden_size: H.
-    """
-
-    def __init__(self, source: Any, hidden_size: int) -> None:
-        self._source, self._hidden_size = source, hidden_size
-
-    def whole(self, name: str) -> torch.Tensor:
-        """The full tensor with this name."""
-        if name == HEAD and name not in self._source:
-            return torch.zeros(1, self._hidden_size)
-        tensor: torch.Tensor = self._source.whole(name)
-        return tensor
-
-    def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Entries from `start` to `stop` along `dim`."""
-        tensor: torch.Tensor = self._source.read_slice(name, dim, start, stop)
-        return tensor
-
-    def size(self, name: str, dim: int) -> int:
-        """The tensor's length along `dim`."""
-        length: int = self._source.size(name, dim)
-        return length
-
-
-def source_with_head(source: Any, hf: Any) -> Source:
-    """The folder's tensors and a head."""
-    return SourceWithHead(source, hf.hidden_size)
 
 
 def with_scalar_head(family: Family) -> Family:
