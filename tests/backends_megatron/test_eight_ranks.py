@@ -64,7 +64,7 @@ def calls_of_rank(rank, model, layout):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def recorded(request, models):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "join_process_group", join)
+        patch.setattr("rl_backends_base.parallel.join_process_group", join)
         # Megatron asks for further groups of gloo, which would connect.
         new_group = functools.wraps(dist.new_group)(
             lambda *args, backend=None, pg_options=None, make=dist.new_group, **kwargs: make(*args, **kwargs)

@@ -134,7 +134,7 @@ from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
 class Rank:
     def __init__(self, context):
         import torch.distributed as dist
-        from rl_core.rendezvous.stores import join_process_group
+        from rl_backends_base.parallel import join_process_group
         join_process_group(context, "gloo", timeout=timedelta(seconds=120))
         self.dist = dist
 

@@ -7,6 +7,7 @@ float32.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
@@ -27,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from rl_backends_base.shards import local, reshard
 from rl_core.backend import WorkerContext
 from rl_core.errors import ConfigError
-from rl_core.rendezvous.stores import join_process_group
+from rl_core.rendezvous.interfaces import interface_variables
+from rl_core.rendezvous.stores import open_store
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients are reduced in flat buckets of this size."""
@@ -38,13 +40,28 @@ def join_ranks(context: WorkerContext, *, timeout_s: float = 1800.0) -> None:
 
     `timeout_s` is the time limit of a collective in seconds.
     """
-    if context.device == "cuda":
+    join_group(context, on_gpu=context.device == "cuda", timeout_s=timeout_s, needs_group=context.world_size > 1)
+
+
+def join_group(context: WorkerContext, *, on_gpu: bool, timeout_s: float, needs_group: bool = True) -> None:
+    """As `join_ranks`; `on_gpu` decides the device, and with `needs_group`, a single rank has a group too."""
+    if on_gpu:
         torch.cuda.set_device(0)
         if not context.run_in_process:  # otherwise, it is a setting of the user's process
             torch.set_float32_matmul_precision("highest")  # no TF32
-    if context.world_size > 1:
-        backend = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
-        join_process_group(context, backend, timeout=timedelta(seconds=timeout_s))
+    if needs_group:
+        join_process_group(context, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta) -> None:
+    """Create the default process group of this worker and its peers; returns once all have joined.
+
+    `backend` is as in `torch.distributed`, such as `cpu:gloo,cuda:nccl`; `timeout` is that of a collective, and of joining.
+    """
+    for variable, value in interface_variables(context.master_address).items():
+        os.environ.setdefault(variable, value)
+    store = open_store(context.master_address, context.master_port, is_master=context.rank == 0, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size, timeout=timeout)
 
 
 class Parallel:

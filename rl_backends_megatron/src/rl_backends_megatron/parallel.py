@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from rl_backends_base.parallel import join_group
 from rl_backends_megatron.config import MegatronConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.megatron_internals import check_megatron
 from rl_core.errors import UserError
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.rendezvous.stores import join_process_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +89,7 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
             "The policy's ranks were assigned CPUs, but torch finds a GPU, which Megatron-Core would use. Set "
             "`cluster.use_gpus: true`, or CUDA_VISIBLE_DEVICES='' to train on CPUs."
         )
-    if on_gpu:
-        torch.cuda.set_device(0)
-        if not context.run_in_process:  # otherwise, it is a setting of the user's process
-            torch.set_float32_matmul_precision("highest")  # no TF32
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    join_process_group(context, backend, timeout=timedelta(seconds=config.distributed_timeout_s))
+    join_group(context, on_gpu=on_gpu, timeout_s=config.distributed_timeout_s)
     return create_groups(config, rank=context.rank, world_size=context.world_size)
 
 

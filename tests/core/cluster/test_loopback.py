@@ -28,7 +28,7 @@ class Collective:
     def __init__(self, context: WorkerContext) -> None:
         import torch.distributed as dist
 
-        from rl_core.rendezvous.stores import join_process_group
+        from rl_backends_base.parallel import join_process_group
 
         join_process_group(context, "gloo", timeout=timedelta(seconds=60))
         self.context, self.dist = context, dist

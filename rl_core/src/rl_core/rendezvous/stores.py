@@ -1,16 +1,13 @@
-"""Process groups of workers, and their stores; on a single machine they listen only on the loopback interface."""
+"""Stores of process groups; on a single machine they listen only on the loopback interface."""
 
 from __future__ import annotations
 
-import os
 import socket
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.rendezvous.interfaces import interface_variables, is_loopback
+from rl_core.rendezvous.interfaces import is_loopback
 
 
 def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TCPStore:
@@ -37,14 +34,3 @@ def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TC
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-
-
-def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta) -> None:
-    """Create the default process group of this worker and its peers; returns once all have joined.
-
-    `backend` is as in `torch.distributed`, such as `cpu:gloo,cuda:nccl`; `timeout` is that of a collective, and of joining.
-    """
-    for variable, value in interface_variables(context.master_address).items():
-        os.environ.setdefault(variable, value)
-    store = open_store(context.master_address, context.master_port, is_master=context.rank == 0, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size, timeout=timeout)
