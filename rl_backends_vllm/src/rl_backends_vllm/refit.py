@@ -64,14 +64,15 @@ class VllmWeightReceiver(WeightReceiver):
 
     Args:
         worker: vLLM's worker, which holds the model.
-        context: device (`device`) and index of the replica (`rank`).
-        rank_in_replica: rank of this process in its replica.
-        processes: number of processes of the replica.
+        replica: index of the replica.
+        device: "cpu" or "cuda".
     """
 
-    def __init__(self, worker: Any, *, context: Any, rank_in_replica: int, processes: int) -> None:
-        self.context = context
-        self._worker, self._rank_in_replica, self._processes = worker, rank_in_replica, processes
+    context: Any
+
+    def __init__(self, worker: Any, *, replica: int, device: str) -> None:
+        self.context = SimpleNamespace(rank=replica, device=device)
+        self._worker = worker
         self._digests: dict[str, str] = {}
         self._expected: RefitManifest | None = None
         self._rounds_to: str | None = None
@@ -88,7 +89,8 @@ class VllmWeightReceiver(WeightReceiver):
             self._adapter = EngineAdapter(worker)
 
     def collective_rank(self) -> int:
-        return 1 + self.context.rank * self._processes + self._rank_in_replica
+        processes = int(self._worker.vllm_config.parallel_config.world_size)  # of the replica
+        return 1 + int(self.context.rank) * processes + int(self._worker.rank)
 
     def expected_weights(self) -> RefitManifest:
         """Weights of a Transformers model with the same configuration, because vLLM has no list of the names it accepts.
@@ -318,13 +320,7 @@ class RefitExtension:
         """Create the weight receiver of this process. Must be called first, before the first row."""
         enable_amx(device)
         unlink_shared_memory()
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        self.rlcore_receiver = VllmWeightReceiver(
-            self,
-            context=SimpleNamespace(rank=replica, device=device),
-            rank_in_replica=self.rank,  # type: ignore[attr-defined]
-            processes=parallel.world_size,
-        )
+        self.rlcore_receiver = VllmWeightReceiver(self, replica=replica, device=device)
 
     def rlcore_refit(self, method: str, arguments: bytes) -> bytes:
         """Call a method of the receiver with pickled (args, kwargs); returns its pickled result or exception."""
@@ -420,12 +416,7 @@ class ServerWeights:
 
     def _rlcore_receiver(self) -> VllmWeightReceiver:
         if self.rlcore_weights is None:
-            self.rlcore_weights = VllmWeightReceiver(
-                self,
-                context=SimpleNamespace(rank=0, device=_DEVICE),
-                rank_in_replica=self.rank,  # type: ignore[attr-defined]
-                processes=self.vllm_config.parallel_config.world_size,  # type: ignore[attr-defined]
-            )
+            self.rlcore_weights = VllmWeightReceiver(self, replica=0, device=_DEVICE)
         return self.rlcore_weights
 
 
