@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rl_core.config.schema import GenerationConfig
 from rl_core.data.generation_io import PROMPT_LOGPROBS, Completion, Prompt, mix
 from rl_core.errors import DataError, RLCoreError
 
@@ -22,15 +23,11 @@ class SamplingSettings:
     """Sampling settings of all rows.
 
     Attributes:
-        temperature: logits are divided by it.
-        top_p: cumulative probability of the most likely tokens to sample from.
-        top_k: number of most likely tokens to sample from; None for all.
+        config: the section `policy.generation`.
         end_ids: tokens that end a row.
     """
 
-    temperature: float
-    top_p: float
-    top_k: int | None
+    config: GenerationConfig
     end_ids: frozenset[int]
 
     def parameters(self, prompt: Prompt, *, greedy: bool, streams: bool = False) -> Any:
@@ -44,12 +41,12 @@ class SamplingSettings:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        strings = list(prompt.stop_strings)
+        config, strings = self.config, list(prompt.stop_strings)
         schema = prompt.sampling.get("json_schema")
         return SamplingParams(
-            temperature=0.0 if greedy else self.temperature,
-            top_p=1.0 if greedy else self.top_p,
-            top_k=0 if greedy or self.top_k is None else self.top_k,
+            temperature=0.0 if greedy else config.temperature,
+            top_p=1.0 if greedy else config.top_p,
+            top_k=0 if greedy or config.top_k is None else config.top_k,
             seed=None if greedy else engine_seed(prompt.seed),
             max_tokens=prompt.limit,
             stop=strings or None,
@@ -61,7 +58,7 @@ class SamplingSettings:
             skip_special_tokens=False,
             structured_outputs=None if schema is None else StructuredOutputsParams(json=json.dumps(schema)),
             output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
-            extra_args={GREEDY_TEMPERATURE: self.temperature} if greedy and self.temperature != 1.0 else None,
+            extra_args={GREEDY_TEMPERATURE: config.temperature} if greedy and config.temperature != 1.0 else None,
         )
 
 

@@ -345,9 +345,7 @@ class VllmGenerationWorker(GenerationWorker):
                 f"Transformers can load, but {config.model_name!r} has none. Set policy.tokenizer.name."
             )
         return SamplingSettings(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
+            config=config,
             end_ids=end_token_ids(
                 files.generation_config,
                 files.hf_config,
