@@ -98,13 +98,8 @@ def load_model_shards(
 ) -> PreTrainedModel:
     """Load only this rank's shards of a model, in evaluation mode on the CPU; the whole model is never in memory.
 
-    Args:
-        name: as in `load_model`.
-        model_class: class of the model; see `why_read_whole` for those that do not support it.
-        options: how to load it.
-        dtype: float32 or bfloat16.
-        shard: as in `sharding_class`.
-        head: head type.
+    `model_class` is the class of the model, see `why_read_whole` for those that do not support it; `shard` is as in
+    `sharding_class`, and other arguments are as in `load_model`.
 
     Raises:
         UserError: as `load_model`, or the files lack weights, which each rank would initialize differently.
@@ -158,14 +153,7 @@ def load_model_with_exact_weights(
     """A model as `load_model` returns it, and the float32 weights on the CPU that its parameters were rounded from.
 
     The weights are keyed by parameter name; there are none if the files already store `dtype`. A GGUF file is read and
-    dequantized once for both, because reading it takes seconds.
-
-    Args:
-        name: as in `load_model`.
-        options: how to load it.
-        dtype: float32 or bfloat16.
-        device: device of the model's weights.
-        head: head type.
+    dequantized once for both, because reading it takes seconds. Arguments as in `load_model`.
 
     Raises:
         UserError: as `load_model`.
@@ -228,11 +216,7 @@ def _load_as_stored(
 def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens", device: str = "meta") -> PreTrainedModel:
     """The model that `load_model` would return, by default on the device `meta`: weights are neither read nor allocated.
 
-    Args:
-        name: as in `load_model`.
-        options: how it would be loaded.
-        head: head type.
-        device: device of its weights; on others than `meta`, they are initialized.
+    On other devices, they are initialized. Arguments as in `load_model`.
 
     Raises:
         UserError: as `load_model`, except for errors in the weights.
@@ -273,11 +257,7 @@ def _attention(config: PretrainedConfig, options: HFModelConfig, head: Head) -> 
 def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head: Head = "tokens") -> dict[str, torch.Tensor]:
     """The float32 parameters, on the CPU, that those of a model of `dtype` were rounded from; empty if the files store `dtype`.
 
-    Args:
-        name: as in `load_model`.
-        options: how to load it.
-        dtype: dtype of the loaded model.
-        head: head type.
+    Arguments as in `load_model`.
     """
     if not is_gguf(name) and _load_config(name, options).dtype == dtype:
         return {}

@@ -160,12 +160,7 @@ def _head_dim(layer: Any) -> int:
 
 
 def token_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
-    """Bytes of the keys and values of one token in one process.
-
-    Args:
-        config: the section.
-        hf_config: the model's configuration.
-    """
+    """Bytes of the keys and values of one token in one process; arguments as `engine_arguments`."""
     width = 0
     for layer in _layers(hf_config):
         width += (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * _head_dim(layer)
@@ -173,12 +168,7 @@ def token_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
 
 
 def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
-    """Bytes of the keys and values of one row at full length in one process, in whole blocks.
-
-    Args:
-        config: the section.
-        hf_config: the model's configuration.
-    """
+    """As `token_kv_bytes`, of one row at full length, in whole blocks."""
     length = config.max_model_len or hf_config.get_text_config(decoder=True).max_position_embeddings
     return token_kv_bytes(config, hf_config) * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
 
@@ -187,10 +177,7 @@ def cpu_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
     """Size of the KV cache of one process on a CPU, in bytes.
 
     It is `kv_cache_gib`, or enough for all rows at full length: at most 1 GiB, but enough for at least one row.
-
-    Args:
-        config: the section.
-        hf_config: the model's configuration.
+    Arguments as `engine_arguments`.
     """
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * 2**30)
