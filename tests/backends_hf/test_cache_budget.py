@@ -9,7 +9,7 @@ from simulated_gpu import SimulatedGpu
 
 from rl_backends_base.row_sampler import DecodeLoop
 from rl_backends_hf import HuggingFaceGeneration
-from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
 from rl_backends_hf.sampling.kv_cache import CacheBudget
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -99,10 +99,10 @@ def test_on_a_gpu_the_limit_follows_from_the_memory_that_is_free(model_folder):
     with SimulatedGpu().active() as gpu:
         model.to("cuda")
         gpu.total = torch.cuda.memory_allocated() + 10 * row
-        budget = CacheBudget(model, max_rows=256, max_bytes=None)
+        budget = CacheBudget(model, HFSamplerConfig())
         budget.measure()
         assert budget.rows(longest=60) == 8
         assert budget.rows(longest=10**6) == 1
     assert not CacheBudget(
-        transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama")), max_rows=4, max_bytes=None
+        transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama")), HFSamplerConfig()
     ).is_limited

@@ -27,7 +27,7 @@ from rl_backends_hf.memory_trace import LiveBytes, features_bytes, lone_shard, p
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.quantized import layers_to_quantize, quantized_bytes
-from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, token_bytes
+from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, CacheBudget, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.sampling.sampler import SlotRows
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
@@ -188,7 +188,7 @@ class EngineMemory:
         config, options = self._config, self._config.hf_cfg
         model, weights = self._model()
         longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
-        per_token, together = token_bytes(model), _rows_together(config, model, rows=rows, longest=longest)
+        per_token, together = token_bytes(model), min(rows, CacheBudget(model, options).rows(longest=longest))
         vocabulary = model.get_output_embeddings().weight.shape[0]
         rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
         if not on_gpu:
@@ -201,7 +201,8 @@ class EngineMemory:
     def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
         model, weights = self._model()
         free = SHARE_OF_FREE_MEMORY * max(0, limit - weights)
-        together = min(_rows_together(self._config, model, rows=rows, longest=length), int(free / length / token_bytes(model)))
+        allowed = CacheBudget(model, self._config.hf_cfg).rows(longest=length)
+        together = min(rows, allowed, int(free / length / token_bytes(model)))
         step_s = _depth_of(model) * _GPU_LAYER_S
         return {"rows": max(1, together), "weights": weights, "token": token_bytes(model), "step_s": step_s}
 
@@ -218,15 +219,6 @@ class EngineMemory:
     def saving_overrides(self) -> list[str]:
         rows = self._config.hf_cfg.max_batch_rows
         return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
-
-
-def _rows_together(config: HFGenerationConfig, model: PreTrainedModel, *, rows: int, longest: int) -> int:
-    """How many of `rows` rows of `longest` tokens an engine decodes together."""
-    options = config.hf_cfg
-    together = min(rows, options.max_batch_rows)
-    if options.kv_cache_gib is None:
-        return together
-    return max(1, min(together, int(options.kv_cache_gib * 2**30) // (longest * token_bytes(model))))
 
 
 def _sizes(config: HFPolicyConfig) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from rl_backends_hf.config import HFSamplerConfig
 from rl_backends_hf.sampling.shared_prompts import PromptTable
 from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 from rl_core.data.batched_data_dict import to_device
@@ -345,14 +346,13 @@ class CacheBudget:
 
     Args:
         model: the model that decodes.
-        max_rows: maximum number of rows.
-        max_bytes: memory limit of all keys and values. By default, a share of the memory that is free on the GPU when the first
-            rows begin; unlimited on a CPU.
+        options: has the limits. Without `kv_cache_gib`, it is a share of the memory that is free on the GPU when the first rows
+            begin; unlimited on a CPU.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_rows: int, max_bytes: int | None) -> None:
-        self.max_rows = max_rows
-        self._given = self._max_bytes = max_bytes
+    def __init__(self, model: PreTrainedModel, options: HFSamplerConfig) -> None:
+        self.max_rows, gib = options.max_batch_rows, options.kv_cache_gib
+        self._given = self._max_bytes = None if gib is None else int(gib * 2**30)
         self._token_bytes = token_bytes(model)
         self._embeddings = model.get_input_embeddings()
 

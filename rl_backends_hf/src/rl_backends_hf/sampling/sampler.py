@@ -148,8 +148,7 @@ class SlotRows(TokenModel):
         self.max_model_len = min(bounds, default=2**31)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.max_batch_rows = hf.max_batch_rows
-        max_bytes = None if hf.kv_cache_gib is None else int(hf.kv_cache_gib * 2**30)
-        self._budget = CacheBudget(model, max_rows=hf.max_batch_rows, max_bytes=max_bytes)
+        self._budget = CacheBudget(model, hf)
         self.sessions = SessionCache(hf.session_cache_mb * 2**20)
         layout = AttentionLayout.of(model)
         self._cohorts = None if layout is not None else CohortRows(model, self._scorer, max_tokens=self.prefill_tokens)
