@@ -84,9 +84,7 @@ def cpu_sdpa(
             return short.transpose(1, 2).contiguous(), None
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    if not is_plain(module, kwargs):
-        passed = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
-        raise NotSupportedError(f"{type(module).__name__} is not plain causal attention (it passes {passed})")
+    require_plain(module, kwargs)
     merged: torch.Tensor = _SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, shared_prefix.segments, kwargs.get("scaling")
     )
@@ -123,6 +121,13 @@ def is_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
     other = [name for name, value in kwargs.items() if name not in _PLAIN and value is not None]
     causal = kwargs.get("is_causal")
     return not other and not kwargs.get("dropout") and bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def require_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Raise a NotSupportedError unless attention is plain, see `is_plain`."""
+    if not is_plain(module, kwargs):
+        passed = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
+        raise NotSupportedError(f"{type(module).__name__} is not plain causal attention (it passes {passed})")
 
 
 def _has_short_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

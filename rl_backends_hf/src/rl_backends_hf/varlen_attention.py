@@ -21,10 +21,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_backends_hf import torch_internals
-from rl_backends_hf.cpu_attention import SharedPrefixBatch, is_plain
+from rl_backends_hf.cpu_attention import SharedPrefixBatch, require_plain
 from rl_backends_hf.transformers_internals import replace_attention
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import NotSupportedError
 
 VARLEN: Final = "rlcore_varlen"
 """Name of the attention function in Transformers' registry."""
@@ -114,18 +113,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """SDPA with the signature that Transformers expects; with `packed_rows` or `shared_prefix`, the variable-length kernel.
 
-    Args:
-        module: the attention layer.
-        query: [B, query heads, N, D]; B is 1 with `packed_rows` or `shared_prefix`.
-        key: [B, key heads, N, D].
-        value: [B, key heads, N, D].
-        attention_mask: as Transformers creates it; ignored with `packed_rows` or `shared_prefix`.
-        packed_rows: borders of rows that are packed end to end.
-        shared_prefix: layout of the N tokens.
-        **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
-
-    Returns:
-        [B, N, query heads, D].
+    `packed_rows` are the borders of rows that are packed end to end; with them, too, B is 1 and the mask is ignored. Other
+    arguments and the result are as in `cpu_sdpa`.
 
     Raises:
         NotSupportedError: for attention with a window, a soft cap, a bias, sinks or dropout.
@@ -133,9 +122,7 @@ def varlen_attention(
     if packed_rows is None and shared_prefix is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    if not is_plain(module, kwargs):
-        passed = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
-        raise NotSupportedError(f"{type(module).__name__} is not plain causal attention (it passes {passed})")
+    require_plain(module, kwargs)
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     scale = kwargs.get("scaling")
     if packed_rows is not None:
