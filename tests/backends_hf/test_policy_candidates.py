@@ -7,7 +7,7 @@ import torch
 from policy_cases import LargestTensor, plain_distributions, plain_model
 
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_backends_hf.scoring.token_scoring import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
+from rl_backends_hf.scoring.token_scoring import LogitTransform, chunked_scores, chunked_token_logprobs
 from rl_core.errors import DataError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction
 from rl_train.algorithms import DistillationLossFn
@@ -159,10 +159,12 @@ def test_the_chunked_head_has_the_derivatives_of_its_formula_for_several_targets
     ours = torch.autograd.grad(found, (hidden, weight, bias), upstream)
     for one, other in zip(ours, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
-    ids, logprobs = chunked_topk_logprobs(hidden, weight, bias, k=4, transform=transform, chunk=chunk)
+    ids, logprobs = chunked_scores(
+        hidden, lambda rows: rows @ weight.t() + bias, targets, k=4, transform=transform, chunk=chunk
+    )
     best = torch.log_softmax(logits, dim=-1).topk(4, dim=-1)
-    assert torch.equal(ids, best.indices)
-    torch.testing.assert_close(logprobs.double(), best.values, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ids, torch.cat([targets, best.indices], dim=1))
+    torch.testing.assert_close(logprobs.double(), torch.cat([expected, best.values], dim=1), rtol=1e-5, atol=1e-6)
     assert not logprobs.requires_grad
 
 

@@ -154,7 +154,7 @@ class PromptScorer:
         ids, logprobs = chunked_scores(
             hidden[: len(prompt) - 1],
             self._head,
-            to_device(torch.tensor(prompt[1:], dtype=torch.int64), hidden.device),
+            to_device(torch.tensor(prompt[1:], dtype=torch.int64).unsqueeze(1), hidden.device),
             k=min(most, self._head.out_features),
             transform=self._transform,
             chunk=max(1, _SCORED_LOGITS // self._head.out_features),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -78,7 +79,8 @@ class TokenScoring(ScoringModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [M, k] int64 and log-probabilities [M, k] float32, in nats, of the most likely tokens; see `ScoringInput`."""
         hidden, (weight, bias) = self.hidden_states(input_ids, hidden_index, attention), self._head()
-        return chunked_topk_logprobs(hidden, weight, bias, k=k, transform=self.transform, chunk=self.chunk_tokens)
+        nothing, head = hidden_index.new_empty(len(hidden), 0), partial(nn.functional.linear, weight=weight, bias=bias)
+        return chunked_scores(hidden, head, nothing, k=k, transform=self.transform, chunk=self.chunk_tokens)
 
     def score_topk(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
@@ -171,31 +173,6 @@ def chunked_token_logprobs(
     return logprobs if targets.ndim == 2 else logprobs.squeeze(1).clone()  # FSDP2 warns of outputs that are views
 
 
-def chunked_topk_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    k: int,
-    transform: LogitTransform,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` most likely tokens at each position, most likely first; arguments as `chunked_token_logprobs`.
-
-    Returns:
-        Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; without a gradient.
-    """
-    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
-    logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
-    with torch.no_grad():
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = _logits(hidden[rows], weight, bias, transform)
-            top, ids[rows] = torch.topk(logits, k, dim=-1)
-            logprobs[rows] = top - _log_normalizer(logits)
-    return ids, logprobs
-
-
 def chunked_scores(
     hidden: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
@@ -205,28 +182,29 @@ def chunked_scores(
     transform: LogitTransform,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target token and the `k` most likely ones, most likely first, from one pass over the logits, without a gradient.
+    """Target tokens, then the `k` most likely ones, most likely first, from one pass over the logits, without a gradient.
 
     Args:
         hidden: [N, H] last hidden states, one per predicted token.
         head: the LM head: from [n, H] to [n, V].
-        targets: [N] int64 token ids.
+        targets: [N, C] int64 with C token ids per position; C may be 0.
         k: number of most likely tokens; may be 0.
         transform: from the head's output to logits.
         chunk: rows of logits that exist at one time.
 
     Returns:
-        Token ids [N, 1 + k] int64 and their log-probabilities [N, 1 + k] float32, in nats.
+        Token ids [N, C + k] int64 and their log-probabilities [N, C + k] float32, in nats.
     """
-    ids, logprobs = [targets.new_empty(0, 1 + k)], [hidden.new_empty(0, 1 + k, dtype=torch.float32)]
+    shape = len(hidden), targets.shape[1] + k
+    ids, logprobs = targets.new_empty(shape), hidden.new_empty(shape, dtype=torch.float32)
     with torch.no_grad():
         for start in range(0, len(hidden), chunk):
-            logits = transform(head(hidden[start : start + chunk]))
-            tokens = targets[start : start + chunk].unsqueeze(1)
+            rows = slice(start, start + chunk)
+            logits = transform(head(hidden[rows]))
             top, likely = torch.topk(logits, k, dim=-1)
-            ids.append(torch.cat([tokens, likely], dim=1))
-            logprobs.append(torch.cat([logits.gather(1, tokens), top], dim=1) - _log_normalizer(logits))
-    return torch.cat(ids), torch.cat(logprobs)
+            ids[rows] = torch.cat([targets[rows], likely], dim=1)
+            logprobs[rows] = torch.cat([logits.gather(1, targets[rows]), top], dim=1) - _log_normalizer(logits)
+    return ids, logprobs
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform) -> torch.Tensor:
