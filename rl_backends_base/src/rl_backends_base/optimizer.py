@@ -268,11 +268,6 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(_AccumulateInto(master))
             self.parameters[name] = master
 
-    @property
-    def are_copies(self) -> bool:
-        """Whether any master is a copy of a model weight."""
-        return bool(self._copies)
-
     def copy_to_model(self) -> None:
         """Copy the master weights into the model, rounded to its dtype."""
         with torch.no_grad():
