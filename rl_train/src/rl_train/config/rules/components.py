@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from rl_core.config.diagnostics import KeyPath, Problem, dotted
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import ComponentSection
-from rl_core.errors import PluginError
 from rl_core.plugins.component import Capability, Component, Kind, Status, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.requirements import unmet_needs
-from rl_train.config.rules.models import MODELS, each_engine, each_model, model_path, role_of
+from rl_train.config.rules.models import MODELS, each_engine, each_model, lacks_capability, model_path, role_of
 from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import LoggerConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS, SLOTS, SectionSchema, sections_at
@@ -259,6 +258,8 @@ def generation_backend_has_the_capabilities(config: CheckedConfig, generation: G
         required.append(((*at, "top_p"), f"{generation.top_p}", Capability.TOP_P))
     if generation.top_k is not None:
         required.append(((*at, "top_k"), f"{generation.top_k}", Capability.TOP_K))
+    if generation.min_p:
+        required.append(((*at, "min_p"), f"{generation.min_p}", Capability.SAMPLED_SETS))
     for key, setting, capability in required:
         yield from _lacks(config, key, setting, at, Kind.GENERATION, generation.backend, capability)
 
@@ -319,13 +320,7 @@ def backends_have_what_the_algorithm_requires(config: CheckedConfig) -> Iterator
 def _lacks(
     config: CheckedConfig, key: KeyPath, setting: str, section: KeyPath, kind: Kind, backend: str, capability: str
 ) -> Iterator[Problem]:
-    # A backend given by its path declares its capabilities on its class, which only the run imports. A backend created in
-    # Python may be unregistered.
-    if is_path(backend) or backend not in config.registry.names(kind):
-        return
-    try:
-        config.registry.find(kind, backend, requires=(capability,))
-    except PluginError as error:
+    if (error := lacks_capability(config.registry, kind, backend, capability)) is not None:
         yield Problem(key, f"{setting} is not supported by {dotted(section)}. {error}")
 
 

@@ -12,8 +12,10 @@ from typing import Any
 from rl_core.config.diagnostics import KeyPath, Problem, dotted, show
 from rl_core.config.policy_sections import SCHEDULES, OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schema import GenerationConfig
-from rl_core.plugins.component import Kind, did_you_mean
+from rl_core.errors import PluginError
+from rl_core.plugins.component import Kind, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
+from rl_core.plugins.registry import Registry
 from rl_train.config.foreign_names import MEANINGS
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 from rl_train.config.schedules import (
@@ -101,6 +103,21 @@ def each_interpreter(config: CheckedConfig) -> Iterator[tuple[KeyPath, Kind, Pol
     engine = run.policy.generation
     if engine is not None and engine.python is not None:
         yield ("policy", "generation"), Kind.GENERATION, engine
+
+
+def lacks_capability(registry: Registry, kind: Kind, backend: str, capability: str) -> PluginError | None:
+    """The error of a backend without a capability; None if it has it, or if that is not known.
+
+    A backend given by its path declares its capabilities on its class, which only the run imports. A backend created in Python
+    may be unregistered.
+    """
+    if is_path(backend) or backend not in registry.names(kind):
+        return None
+    try:
+        registry.find(kind, backend, requires=(capability,))
+    except PluginError as error:
+        return error
+    return None
 
 
 @rule("algorithm", "loss_fn", applies_to=TRAINING)

@@ -14,7 +14,7 @@ from rl_core.errors import PluginError
 from rl_core.plugins.component import Capability, Kind, capability_problem, did_you_mean, is_path
 from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.registry import Registry
-from rl_train.config.rules.models import each_engine
+from rl_train.config.rules.models import each_engine, lacks_capability
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, CheckedConfig, Stage, Use, rule
 from rl_train.config.schema import RunConfig, uses_canary
 from rl_train.config.slots import static_attribute
@@ -45,13 +45,6 @@ def with_transports_of_plugins(names: tuple[str, ...], registry: Registry) -> tu
     return (*names, *(name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name not in _BUILT_IN_TRANSPORTS))
 
 
-@rule("policy.generation", each=each_engine)
-def engine_samples_with_min_p(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
-    """The engine supports `min_p`, if it is set."""
-    if generation.min_p and (reason := _lacks_sets(config, Kind.GENERATION, generation.backend)) is not None:
-        yield Problem((*_GENERATION, "min_p"), f"{generation.min_p} is not supported by policy.generation. {reason}")
-
-
 @rule("algorithm", "policy.generation", "policy.backend", applies_to=TRAINING, each=each_engine)
 def filtered_samples_are_scored_among_the_kept_tokens(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """With top-p, top-k or min-p, the engine returns the tokens that it kept, and the policy normalizes over them."""
@@ -69,25 +62,12 @@ def _why_not_scored(config: CheckedConfig, generation: GenerationConfig) -> str 
     run = config.run
     if run.algorithm.runtime_needs.has_teacher:
         return "it compares the whole distributions of policy and teacher."
-    for kind, backend, does in (
-        (Kind.GENERATION, generation.backend, "return the tokens that it sampled from"),
-        (Kind.POLICY, run.policy.backend, "normalize over the tokens that were sampled from"),
+    for kind, backend, capability, does in (
+        (Kind.GENERATION, generation.backend, Capability.SAMPLED_SETS, "return the tokens that it sampled from"),
+        (Kind.POLICY, run.policy.backend, Capability.SCORES_SAMPLED_SETS, "normalize over the tokens that were sampled from"),
     ):
-        if (reason := _lacks_sets(config, kind, backend)) is not None:
+        if (reason := lacks_capability(config.registry, kind, backend, capability)) is not None:
             return f"the {kind.label} {backend!r} does not {does}, so every probability ratio would be wrong. {reason}"
-    return None
-
-
-def _lacks_sets(config: CheckedConfig, kind: Kind, backend: str) -> PluginError | None:
-    """The error of a backend without the capability for sets of kept tokens."""
-    # A backend given by its path declares its capabilities on its class, which only the run imports.
-    if is_path(backend) or backend not in config.registry.names(kind):
-        return None
-    capability = Capability.SAMPLED_SETS if kind is Kind.GENERATION else Capability.SCORES_SAMPLED_SETS
-    try:
-        config.registry.find(kind, backend, requires=(capability,))
-    except PluginError as error:
-        return error
     return None
 
 
