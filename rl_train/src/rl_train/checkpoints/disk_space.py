@@ -18,6 +18,10 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _MESSAGES: Final = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")
 """Messages of libraries that do not preserve the error number."""
 _NEARLY_FULL: Final = 2**20
+_FEWER_CHECKPOINTS: Final = (
+    "keep fewer checkpoints (checkpointing.keep_latest_k, keep_top_k), or write them to another disk "
+    "(checkpointing.checkpoint_dir)"
+)
 _log = logging.getLogger("rlcore")
 
 
@@ -49,10 +53,7 @@ def write_error(error: BaseException, *, step: int, folder: Path, latest: Path |
         return None
     if is_full_disk(error) or (not _explained(error) and free_bytes(folder) < _NEARLY_FULL):
         reason = "the disk is full"
-        fix = (
-            "Free space on that disk, keep fewer checkpoints (checkpointing.keep_latest_k, keep_top_k), or write them to "
-            "another disk (checkpointing.checkpoint_dir)"
-        )
+        fix = f"Free space on that disk, {_FEWER_CHECKPOINTS}"
     elif isinstance(error, OSError) and error.errno is not None:
         reason, fix = str(error), "Make the folder writable, or write to another one (checkpointing.checkpoint_dir)"
     else:
@@ -93,10 +94,7 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
     shortage = (
         f"{folder} has {format_size(free)} free, but one checkpoint of this run needs at least {format_size(checkpoint_bytes)}"
     )
-    fix = (
-        "Free space, keep fewer checkpoints (checkpointing.keep_latest_k, keep_top_k), or write them to another disk "
-        "(checkpointing.checkpoint_dir)."
-    )
+    fix = f"Free space, {_FEWER_CHECKPOINTS}."
     if free < checkpoint_bytes:
         raise DiskFullError(f"{shortage}, so none can be written. Training was not started. {fix}", exit_code=2)
     if free < checkpoint_bytes * most_at_once:

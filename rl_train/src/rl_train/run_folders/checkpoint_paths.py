@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import model_files
 from rl_core.data.loaded_model import check_files
@@ -24,7 +22,7 @@ from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.manifest import damage_error, read_manifest, read_state, verify_checkpoint
 from rl_train.checkpoints.published_files import copy_files, tokenizer_code
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.run_folders.run_folder import CONFIG
+from rl_train.run_folders.run_folder import CHECKPOINTS, CONFIG, recorded_checkpoint_dir
 
 _log = logging.getLogger("rlcore")
 MODEL_FILE = "config.json"
@@ -149,18 +147,16 @@ def step_folder(path: Path, *, best: bool = False) -> Path:
 def _of_step(path: Path) -> CheckpointPaths:
     state = read_state(path)
     verify_checkpoint(path, only=["policy/weights"])
-    run_folder = path.parent.parent if path.parent.name == "checkpoints" else None
+    run_folder = path.parent.parent if path.parent.name == CHECKPOINTS else None
     return CheckpointPaths(path=path, step=int(state["step"]), run_folder=run_folder)
 
 
 def _store_in(path: Path) -> CheckpointStore | None:
     """The checkpoints of a run folder, also in its `checkpoint_dir`, or those in a folder of step folders."""
-    if (path / "checkpoints").is_dir():
-        return CheckpointStore(path / "checkpoints")
+    if (path / CHECKPOINTS).is_dir():
+        return CheckpointStore(path / CHECKPOINTS)
     if (path / CONFIG).is_file():
-        config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-        elsewhere = config.get("checkpointing", {}).get("checkpoint_dir") if isinstance(config, dict) else None
-        return CheckpointStore(Path(elsewhere) if elsewhere else path / "checkpoints")
+        return CheckpointStore(Path(recorded_checkpoint_dir(path) or path / CHECKPOINTS))
     return CheckpointStore(path) if CheckpointStore(path).named_steps() else None
 
 

@@ -251,7 +251,7 @@ def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None
     configured = section.checkpoint_dir if section is not None else None
     stores = [
         folder / CHECKPOINTS,
-        *(Path(path) for path in (configured, _recorded_checkpoint_dir(folder)) if path is not None),
+        *(Path(path) for path in (configured, recorded_checkpoint_dir(folder)) if path is not None),
     ]
     identity = read_identity(folder)
     candidates: list[Path] = []
@@ -266,7 +266,8 @@ def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None
     return max(candidates, key=step_of, default=None)
 
 
-def _recorded_checkpoint_dir(folder: Path) -> str | None:
+def recorded_checkpoint_dir(folder: Path) -> str | None:
+    """The `checkpoint_dir` in the config of a run folder; None if it has none, or its config cannot be read."""
     try:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
