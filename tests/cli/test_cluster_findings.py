@@ -41,7 +41,7 @@ def survey(here, second, **others):
 
 
 def checks(found):
-    return [(finding.node, finding.check, finding.status) for finding in found]
+    return [(finding.subject, finding.check, finding.status) for finding in found]
 
 
 def test_equal_nodes_have_no_problem(here, questions):

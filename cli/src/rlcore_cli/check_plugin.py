@@ -1,23 +1,16 @@
-"""`rlcore check plugin`: runs the conformance tests of a plugin without a test file.
-
-`problems_of` finds what `rlcore doctor` and `rlcore list-plugins` report of a plugin that loads: names that collide, targets
-that do not exist, slow imports, and text printed at import.
-"""
+"""`rlcore check plugin`: runs the conformance tests of a plugin without a test file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rl_core.errors import ConfigError, UnknownComponentError
-from rl_core.plugins.component import Capability, Kind, Plugin, Status, did_you_mean
-from rl_core.plugins.import_path import missing_target
-from rl_core.plugins.manager import PluginManager, discover
-from rl_core.plugins.registry import name_collision
+from rl_core.plugins.component import Capability, Kind, did_you_mean
+from rl_core.plugins.manager import discover
 from rlcore_cli.arguments import AsJson
 
 if TYPE_CHECKING:
@@ -145,43 +138,3 @@ def _kits() -> dict[Kind, type[Conformance[Any]]]:
 def _tests(kit: type[Conformance[Any]], component: str) -> type[Conformance[Any]]:
     return type(kit.__name__, (kit,), {"component": component})
 
-
-SLOW_IMPORT_MS = 200.0
-_LONGEST_TEXT = 60
-
-
-@dataclass(frozen=True, kw_only=True)
-class PluginProblem:
-    """One problem.
-
-    Attributes:
-        text: A sentence.
-        is_error: Whether a component cannot be used because of it.
-    """
-
-    text: str
-    is_error: bool
-
-
-def problems_of(plugin: Plugin, manager: PluginManager) -> list[PluginProblem]:
-    """The problems of one plugin, without those in its `reason`. Reads the sources of its targets and imports nothing."""
-    if plugin.status is Status.DISABLED:
-        return []
-    errors = []
-    for kind, component in plugin.components:
-        same = [each for each in manager.registrations if (each.kind, each.component.name) == (kind, component.name)]
-        if len(same) > 1:
-            errors.append(str(name_collision(kind, component.name, same)))
-        for reference in (component.target, component.config):
-            if reference is not None and (problem := missing_target(reference)) is not None:
-                errors.append(f"{kind.label.capitalize()} {component.name!r}: {reference} does not exist: {problem}")
-    notes = []
-    if plugin.import_ms is not None and plugin.import_ms > SLOW_IMPORT_MS:
-        notes.append(
-            f"Importing {plugin.module or plugin.name} took {plugin.import_ms:.0f} ms, which every command waits for. Import "
-            "libraries in the targets instead."
-        )
-    if plugin.printed:
-        text = plugin.printed if len(plugin.printed) <= _LONGEST_TEXT else f"{plugin.printed[:_LONGEST_TEXT]}..."
-        notes.append(f"It prints when it is imported, which is not shown: {text!r}. Remove the print.")
-    return [PluginProblem(text=text, is_error=text in errors) for text in [*errors, *notes]]

@@ -31,8 +31,7 @@ from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import RequirementCheck, check_requirements, unmet_needs, version_of
 from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import Overrides, counted
-from rlcore_cli.check_plugin import problems_of
-from rlcore_cli.listing import print_table
+from rlcore_cli.listing import plugin_findings, print_table
 
 
 def doctor(
@@ -147,9 +146,9 @@ def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:
     for hook in plugin.hooks:
         print(f"  hook    {hook}")
     targets_healthy = [_examine_component(r.kind.value, r.component, deep=deep) for r in plugin.registrations]
-    problems = problems_of(plugin, manager)
-    for problem in problems:
-        print(f"  {'ERROR' if problem.is_error else 'NOTE'}   {problem.text}")
+    findings = list(plugin_findings(plugin, manager))
+    for finding in findings:
+        print(f"  {'ERROR' if finding.status == 'error' else 'NOTE'}   {finding.text}")
     if plugin.reason is not None:
         print(f"  {plugin.status.value.upper()}  {plugin.reason}")
     conflicts = list(_conflicts(plugin, manager))
@@ -160,7 +159,7 @@ def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:
     if plugin.error is not None:
         _print_traceback(plugin.error)
     print()
-    has_errors = plugin.heavy_modules or any(problem.is_error for problem in problems)
+    has_errors = plugin.heavy_modules or any(finding.status == "error" for finding in findings)
     return plugin.status is Status.READY and not has_errors and all(targets_healthy)
 
 

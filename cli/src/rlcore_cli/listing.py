@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 
-from rl_core.plugins.component import Kind, Plugin, Registration
+from rl_core.plugins.component import Kind, Plugin, Registration, Status
+from rl_core.plugins.import_path import missing_target
 from rl_core.plugins.manager import PluginManager, discover
-from rl_core.plugins.registry import Registry
+from rl_core.plugins.registry import Registry, name_collision
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.plugin_warnings import plugin_warnings
 from rlcore_cli.arguments import AsJson, counted
-from rlcore_cli.check_plugin import problems_of
 
 NOT_INSTALLED = "not installed"
 
@@ -45,9 +47,13 @@ def list_backends(
     manager = discover()
     kinds = list(Kind) if everything else [Kind.POLICY, Kind.GENERATION]
     rows = [_of_registration(r) for r in manager.registrations if r.kind in kinds]
-    rows += _absent_rows(Registry(manager), kinds)
+    rows += [
+        _row(kind=each.kind.value, name=each.name, distribution=each.distribution, status=NOT_INSTALLED, reason=each.install)
+        for each in Registry(manager).not_installed()
+        if each.kind in kinds
+    ]
     rows.sort(key=lambda row: (kinds.index(row["kind"]), row["name"]))
-    rows += [_of_broken(plugin) for plugin in manager.broken if not plugin.components]
+    rows += [_row(plugin) for plugin in manager.broken if not plugin.components]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -84,8 +90,8 @@ def list_plugins(
         _print_timings(plugins)
     _print_troubles(manager)
     for plugin in plugins:
-        for problem in problems_of(plugin, manager):
-            print(f"{'error' if problem.is_error else 'warning'}: {plugin.name} ({plugin.label}): {problem.text}")
+        for finding in plugin_findings(plugin, manager):
+            print(f"{finding.status}: {plugin.name} ({plugin.label}): {finding.text}")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -100,54 +106,75 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A problem of a plugin, or of a node of a cluster.
+
+    Attributes:
+        subject: Name of the plugin, or address of the node; empty if it concerns all.
+        check: What was checked.
+        text: What was found, and what to do.
+        status: Whether the plugin, or a run on the cluster, cannot be used because of it.
+    """
+
+    subject: str
+    check: str
+    text: str
+    status: Literal["error", "warning"] = field(default="error", kw_only=True)
+
+
+_SLOW_IMPORT_MS = 200.0
+_LONGEST_TEXT = 60
+
+
+def plugin_findings(plugin: Plugin, manager: PluginManager) -> Iterator[Finding]:
+    """The problems of one plugin, without those in its `reason`. Reads the sources of its targets and imports nothing."""
+    if plugin.status is Status.DISABLED:
+        return
+    error, note = partial(Finding, plugin.name), partial(Finding, plugin.name, "import", status="warning")
+    for kind, component in plugin.components:
+        same = [each for each in manager.registrations if (each.kind, each.component.name) == (kind, component.name)]
+        if len(same) > 1:
+            yield error("name", str(name_collision(kind, component.name, same)))
+        for reference in (component.target, component.config):
+            if reference is not None and (problem := missing_target(reference)) is not None:
+                yield error("target", f"{kind.label.capitalize()} {component.name!r}: {reference} does not exist: {problem}")
+    if plugin.import_ms is not None and plugin.import_ms > _SLOW_IMPORT_MS:
+        yield note(
+            f"Importing {plugin.module or plugin.name} took {plugin.import_ms:.0f} ms, which every command waits for. Import "
+            "libraries in the targets instead."
+        )
+    if plugin.printed:
+        text = plugin.printed if len(plugin.printed) <= _LONGEST_TEXT else f"{plugin.printed[:_LONGEST_TEXT]}..."
+        yield note(f"It prints when it is imported, which is not shown: {text!r}. Remove the print.")
+
+
+_COLUMNS = ("kind", "name", "plugin", "distribution", "version", "status", "reason", "summary", "target", "config")
+
+
+def _row(plugin: Plugin | None = None, **known: Any) -> dict[str, Any]:
+    """A row with what is known of a plugin, and of a component."""
+    row: dict[str, Any] = {**dict.fromkeys(_COLUMNS), "capabilities": []}
+    if plugin is not None:
+        row |= {"name": plugin.name, "plugin": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
+        row |= {"status": plugin.status.value, "reason": plugin.reason}
+    return row | known
+
+
 def _of_registration(registration: Registration) -> dict[str, Any]:
     component, plugin = registration.component, registration.plugin
     problem = unmet_needs(component.needs)
-    return {
-        "kind": registration.kind.value,
-        "name": component.name,
-        "plugin": plugin.name,
-        "distribution": plugin.distribution,
-        "version": plugin.version,
-        "status": plugin.status.value if problem is None else NOT_INSTALLED,
-        "reason": plugin.reason or (component.install or problem if problem is not None else None),
-        "summary": component.summary,
-        "target": component.target,
-        "config": component.config,
-        "capabilities": list(component.capabilities),
-    }
-
-
-def _absent_rows(registry: Registry, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            **_nothing(),
-            "kind": component.kind.value,
-            "name": component.name,
-            "distribution": component.distribution,
-            "status": NOT_INSTALLED,
-            "reason": component.install,
-        }
-        for component in registry.not_installed()
-        if component.kind in kinds
-    ]
-
-
-def _of_broken(plugin: Plugin) -> dict[str, Any]:
-    return {
-        **_nothing(),
-        "name": plugin.name,
-        "plugin": plugin.name,
-        "distribution": plugin.distribution,
-        "version": plugin.version,
-        "status": plugin.status.value,
-        "reason": plugin.reason,
-    }
-
-
-def _nothing() -> dict[str, Any]:
-    absent = ("kind", "name", "plugin", "distribution", "version", "status", "reason", "summary", "target", "config")
-    return {**dict.fromkeys(absent), "capabilities": []}
+    lacking = {"status": NOT_INSTALLED, "reason": plugin.reason or component.install or problem}
+    return _row(
+        plugin,
+        kind=registration.kind.value,
+        name=component.name,
+        summary=component.summary,
+        target=component.target,
+        config=component.config,
+        capabilities=list(component.capabilities),
+        **({} if problem is None else lacking),
+    )
 
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +195,7 @@ def _of_plugin(plugin: Plugin, manager: PluginManager) -> dict[str, Any]:
         "components": [{"kind": r.kind.value, "name": r.component.name} for r in plugin.registrations],
         "import_ms": None if plugin.import_ms is None else round(plugin.import_ms, 3),
         "heavy_modules": list(plugin.heavy_modules),
-        "problems": [problem.text for problem in problems_of(plugin, manager)],
+        "problems": [finding.text for finding in plugin_findings(plugin, manager)],
     }
 
 

@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from rl_core.cluster.placement import Request, insufficient, plan
 from rl_core.cluster.ray_runtime import refuse_silent_port
 from rl_core.errors import RLCoreError, UserError
 from rlcore_cli.arguments import counted
 from rlcore_cli.cluster_check.nodes import NodeReport, Questions, Survey, questions_of, survey_nodes
-from rlcore_cli.listing import print_table
+from rlcore_cli.listing import Finding, print_table
 
 _SHOWN = ("rlcore", "ray", "torch")
 
@@ -49,7 +48,9 @@ def _plain(address: str, survey: Survey, findings: list[Finding], *, healthy: bo
             for answer in [survey.reports[name]]
         ],
         "mib_per_s": [{"from": a, "to": b, "value": v} for (a, b), v in survey.mib_per_s.items() if not isinstance(v, str)],
-        "problems": [asdict(finding) for finding in findings],
+        "problems": [
+            {"node": each.subject, "check": each.check, "status": each.status, "text": each.text} for each in findings
+        ],
     }
 
 
@@ -75,7 +76,7 @@ def _print(address: str, survey: Survey, findings: list[Finding]) -> None:
         )
     for finding in findings:
         text = finding.text.replace("\n", "\n    ")
-        print(f"{finding.status.upper()}  {finding.node or 'cluster'}: {text}")
+        print(f"{finding.status.upper()}  {finding.subject or 'cluster'}: {text}")
     if not findings:
         print("ok  versions, plugins, paths, shared folders, connections, clocks, resources")
 
@@ -126,23 +127,6 @@ def _reason(output: str) -> str:
 
 _SKEW_S = 5.0
 _READ_BY_DRIVER = "data."
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One problem.
-
-    Attributes:
-        node: Address of the node; empty if it concerns all.
-        check: What was checked.
-        status: Whether a run would fail because of it.
-        text: What was found, and what to do.
-    """
-
-    node: str
-    check: str
-    status: Literal["error", "warning"] = field(default="error", kw_only=True)
-    text: str
 
 
 def findings_of(survey: Survey, questions: Questions) -> list[Finding]:
