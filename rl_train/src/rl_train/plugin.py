@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rl_core.plugins import Component, hookimpl
 
 
@@ -9,61 +11,32 @@ from rl_core.plugins import Component, hookimpl
 def rlcore_algorithms() -> list[Component]:
     """The built-in algorithms."""
     return [
-        Component(
-            "grpo",
-            target="rl_train.algorithms.grpo:train",
-            config="rl_train.algorithms.policy_configs:GRPOConfig",
-            summary="Group Relative Policy Optimization: rewards relative to the other samples of the same prompt",
-        ),
-        Component(
-            "ppo",
-            target="rl_train.algorithms.ppo:train",
-            config="rl_train.algorithms.policy_configs:PPOConfig",
-            summary="Proximal Policy Optimization with a critic",
-        ),
-        Component(
-            "dpo",
-            target="rl_train.algorithms.dpo:train",
-            config="rl_train.algorithms.supervised_configs:DPOConfig",
-            summary="Direct Preference Optimization on pairs of chosen and rejected answers",
-        ),
-        Component(
-            "kto",
-            target="rl_train.algorithms.kto:train",
-            config="rl_train.algorithms.supervised_configs:KTOConfig",
-            summary="Kahneman-Tversky Optimization on answers with a label: desirable or undesirable",
-        ),
-        Component(
-            "distillation",
-            target="rl_train.algorithms.distillation:train",
-            config="rl_train.algorithms.supervised_configs:DistillationConfig",
-            summary="On-policy distillation: a teacher scores each token of the student's own answers",
-        ),
-        Component(
-            "rm",
-            target="rl_train.algorithms.rm:train",
-            config="rl_train.algorithms.supervised_configs:RewardModelConfig",
-            summary="Reward model training on pairs of chosen and rejected answers",
-        ),
-        Component(
-            "sft",
-            target="rl_train.algorithms.sft:train",
-            config="rl_train.algorithms.supervised_configs:SFTConfig",
-            summary="Supervised fine-tuning on reference answers",
-        ),
+        _algorithm("grpo", "policy", "GRPO", "Group Relative Policy Optimization: rewards relative to the other samples of the same prompt"),
+        _algorithm("ppo", "policy", "PPO", "Proximal Policy Optimization with a critic"),
+        _algorithm("dpo", "supervised", "DPO", "Direct Preference Optimization on pairs of chosen and rejected answers"),
+        _algorithm("kto", "supervised", "KTO", "Kahneman-Tversky Optimization on answers with a label: desirable or undesirable"),
+        _algorithm("distillation", "supervised", "Distillation", "On-policy distillation: a teacher scores each token of the student's own answers"),
+        _algorithm("rm", "supervised", "RewardModel", "Reward model training on pairs of chosen and rejected answers"),
+        _algorithm("sft", "supervised", "SFT", "Supervised fine-tuning on reference answers"),
     ]
+
+
+def _algorithm(name: str, configs: str, of: str, summary: str) -> Component:
+    """An algorithm, with the module that has its section."""
+    section = f"rl_train.algorithms.{configs}_configs:{of}Config"
+    return Component(name, target=f"rl_train.algorithms.{name}:train", config=section, summary=summary)
 
 
 @hookimpl
 def rlcore_losses() -> list[Component]:
     """The built-in losses: policy gradient, preference, distillation, reward model, likelihood and value losses."""
     return [
-        _policy_gradient("clipped_pg", "ClippedPGLossConfig", "Policy gradient with a clipped probability ratio"),
-        _policy_gradient("grpo", "GRPOLossConfig", "GRPO policy gradient: mean of sequence means, KL penalty"),
-        _policy_gradient("dapo", "DAPOLossConfig", "DAPO policy gradient: clip-higher, token mean"),
-        _policy_gradient("dr_grpo", "DrGRPOLossConfig", "Dr. GRPO policy gradient: sequence sums divided by a constant"),
-        _policy_gradient("gspo", "GSPOLossConfig", "GSPO policy gradient: one clipped ratio per sequence"),
-        _policy_gradient("cispo", "CISPOLossConfig", "CISPO policy gradient: clipped ratios as weights"),
+        _policy_gradient("clipped_pg", "ClippedPG", "Policy gradient with a clipped probability ratio"),
+        _policy_gradient("grpo", "GRPO", "GRPO policy gradient: mean of sequence means, KL penalty"),
+        _policy_gradient("dapo", "DAPO", "DAPO policy gradient: clip-higher, token mean"),
+        _policy_gradient("dr_grpo", "DrGRPO", "Dr. GRPO policy gradient: sequence sums divided by a constant"),
+        _policy_gradient("gspo", "GSPO", "GSPO policy gradient: one clipped ratio per sequence"),
+        _policy_gradient("cispo", "CISPO", "CISPO policy gradient: clipped ratios as weights"),
         _trust_region("dppo", "DPPO", "DPPO policy gradient: drops tokens whose probability has moved too far"),
         _trust_region("sapo", "SAPO", "SAPO policy gradient: a sigmoid of the ratio instead of a clip"),
         _trust_region("gmpo", "GMPO", "GMPO policy gradient: the geometric mean of clipped ratios"),
@@ -81,61 +54,32 @@ def rlcore_losses() -> list[Component]:
             "ORPO preference loss: log odds ratio plus the likelihood of chosen answers, without a reference policy",
         ),
         _preference("kto", "KTO", "KTO loss on answers with a label against a reference policy"),
-        Component(
-            "distillation",
-            target="rl_train.algorithms.losses.distillation:DistillationLossFn",
-            config="rl_train.algorithms.losses.config:DistillationLossConfig",
-            summary="Divergence from a teacher: forward KL, reverse KL, a mix of both, or Jensen-Shannon",
-        ),
-        Component(
-            "bradley_terry",
-            target="rl_train.algorithms.losses.supervised:BradleyTerryLossFn",
-            config="rl_train.algorithms.losses.preference_configs:BradleyTerryLossConfig",
-            summary="Bradley-Terry loss on the scores of a reward model, with margins",
-        ),
-        Component(
-            "nll",
-            target="rl_train.algorithms.losses.supervised:NLLLossFn",
-            config="rl_train.algorithms.losses.config:NLLLossConfig",
-            summary="Negative log-likelihood of the answer tokens",
-        ),
-        Component(
-            "mse_value",
-            target="rl_train.algorithms.losses.value:MseValueLossFn",
-            config="rl_train.algorithms.losses.config:MseValueLossConfig",
-            summary="Clipped squared error of a critic's values",
-        ),
+        _loss("distillation", "Distillation", "Divergence from a teacher: forward KL, reverse KL, a mix of both, or Jensen-Shannon", module="distillation"),
+        _preference("bradley_terry", "BradleyTerry", "Bradley-Terry loss on the scores of a reward model, with margins"),
+        _loss("nll", "NLL", "Negative log-likelihood of the answer tokens", module="supervised"),
+        _loss("mse_value", "MseValue", "Clipped squared error of a critic's values", module="value"),
     ]
+
+
+def _loss(
+    name: str, of: str, summary: str, *, module: str, config: str | None = None, configs: str = "config"
+) -> Component:
+    """A loss, with the modules of its class and of its section."""
+    return Component(
+        name,
+        target=f"rl_train.algorithms.losses.{module}:{of}LossFn",
+        config=f"rl_train.algorithms.losses.{configs}:{config or of}LossConfig",
+        summary=summary,
+    )
 
 
 def _policy_gradient(name: str, config: str, summary: str) -> Component:
     """The clipped policy gradient loss with the settings of one paper."""
-    return Component(
-        name,
-        target="rl_train.algorithms.losses.policy_gradient:ClippedPGLossFn",
-        config=f"rl_train.algorithms.losses.config:{config}",
-        summary=summary,
-    )
+    return _loss(name, "ClippedPG", summary, module="policy_gradient", config=config)
 
 
-def _trust_region(name: str, of: str, summary: str, *, config: str | None = None) -> Component:
-    """A policy gradient loss with another term than the clipped ratio."""
-    return Component(
-        name,
-        target=f"rl_train.algorithms.losses.trust_regions:{of}LossFn",
-        config=f"rl_train.algorithms.losses.config:{config or of}LossConfig",
-        summary=summary,
-    )
-
-
-def _preference(name: str, of: str, summary: str) -> Component:
-    """A loss on preferences."""
-    return Component(
-        name,
-        target=f"rl_train.algorithms.losses.supervised:{of}LossFn",
-        config=f"rl_train.algorithms.losses.preference_configs:{of}LossConfig",
-        summary=summary,
-    )
+_trust_region = partial(_loss, module="trust_regions")
+_preference = partial(_loss, module="supervised", configs="preference_configs")
 
 
 @hookimpl
@@ -183,31 +127,24 @@ def rlcore_loggers() -> list[Component]:
             target="rl_train.metrics.console:ConsoleLogger",
             summary="Live progress on a terminal, plain lines when piped",
         ),
-        Component(
-            "tensorboard",
-            target="rl_train.metrics.logger:TensorBoardLogger",
-            config="rl_train.metrics.logger_config:TensorBoardConfig",
-            summary="Event files for TensorBoard",
-            needs=("tensorboard>=2.18",),
-            install="pip install 'rl-train[tensorboard]'",
-        ),
-        Component(
-            "wandb",
-            target="rl_train.metrics.logger:WandbLogger",
-            config="rl_train.metrics.logger_config:WandbConfig",
-            summary="Weights & Biases, offline by default",
-            needs=("wandb>=0.31",),
-            install="pip install 'rl-train[wandb]'",
-        ),
-        Component(
-            "mlflow",
-            target="rl_train.metrics.logger:MlflowLogger",
-            config="rl_train.metrics.logger_config:MlflowConfig",
-            summary="MLflow, in a database in the run folder by default",
-            needs=("mlflow-skinny<4,>=3.17", "sqlalchemy<3,>=2", "alembic<2,>=1.13"),
-            install="pip install 'rl-train[mlflow]'",
+        _logger("tensorboard", "TensorBoard", "Event files for TensorBoard", "tensorboard>=2.18"),
+        _logger("wandb", "Wandb", "Weights & Biases, offline by default", "wandb>=0.31"),
+        _logger(
+            "mlflow", "Mlflow", "MLflow, in a database in the run folder by default", "mlflow-skinny<4,>=3.17", "sqlalchemy<3,>=2", "alembic<2,>=1.13"
         ),
     ]
+
+
+def _logger(name: str, of: str, summary: str, *needs: str) -> Component:
+    """A logger that needs the libraries of an extra of rl-train."""
+    return Component(
+        name,
+        target=f"rl_train.metrics.logger:{of}Logger",
+        config=f"rl_train.metrics.logger_config:{of}Config",
+        summary=summary,
+        needs=needs,
+        install=f"pip install 'rl-train[{name}]'",
+    )
 
 
 @hookimpl
@@ -235,27 +172,16 @@ def rlcore_datasets() -> list[Component]:
 def rlcore_weight_transports() -> list[Component]:
     """Transports within a process, within a node, between processes of a group, and by files."""
     return [
-        Component(
-            "by_reference",
-            target="rl_train.weight_sync.transports:ByReferenceTransport",
-            summary="Policy and generation share a process and its tensors",
-        ),
-        Component(
-            "shared_memory",
-            target="rl_train.weight_sync.transports:SharedMemoryTransport",
-            summary="Policy and generation on one node use shared memory",
-        ),
-        Component(
-            "collective",
-            target="rl_train.weight_sync.transports:CollectiveTransport",
-            summary="Broadcast over a process group, gloo or NCCL",
-        ),
-        Component(
-            "disk",
-            target="rl_train.weight_sync.transports:DiskTransport",
-            summary="Files in a folder that both sides can access",
-        ),
+        _transport("by_reference", "ByReference", "Policy and generation share a process and its tensors"),
+        _transport("shared_memory", "SharedMemory", "Policy and generation on one node use shared memory"),
+        _transport("collective", "Collective", "Broadcast over a process group, gloo or NCCL"),
+        _transport("disk", "Disk", "Files in a folder that both sides can access"),
     ]
+
+
+def _transport(name: str, of: str, summary: str) -> Component:
+    """A weight transport."""
+    return Component(name, target=f"rl_train.weight_sync.transports:{of}Transport", summary=summary)
 
 
 def _dataset(name: str, config: str, summary: str) -> Component:
