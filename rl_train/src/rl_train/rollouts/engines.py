@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -65,28 +66,10 @@ class SampledTurn:
 
 
 class TurnSampler(ABC):
-    """Samples turns of rollouts that run concurrently in one event loop."""
-
-    @abstractmethod
-    async def sample(self, request: TurnRequest) -> SampledTurn:
-        """Sample one turn. Cancelling the call cancels the request."""
-
-    def rollout_ended(self, position: int) -> None:
-        """Called when the rollout at `position` has ended, also if it was cancelled."""
-        return None
-
-
-_sessions = itertools.count()
-
-
-class RowSampler(TurnSampler):
-    """Samples each turn by itself; the engine runs the turns that are in progress together.
-
-    A rollout of several turns is a session of the engine, which samples its turns on one replica and may keep keys and values
-    between them.
+    """Samples turns of rollouts that run concurrently in one event loop.
 
     Args:
-        generation: an engine with `generate_async`.
+        generation: the engine.
         greedy: use greedy decoding.
         pad_token_id: padding of prompts.
         one_turn: whether every rollout has only one turn.
@@ -104,11 +87,54 @@ class RowSampler(TurnSampler):
     ) -> None:
         self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
         self._one_turn, self._with_sets = one_turn, with_sets
+
+    @abstractmethod
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        """Sample one turn. Cancelling the call cancels the request."""
+
+    def rollout_ended(self, position: int) -> None:
+        """Called when the rollout at `position` has ended, also if it was cancelled."""
+        return None
+
+    def _prompts(self, requests: Sequence[TurnRequest]) -> BatchedDataDict[Any]:
+        prompts = [request.token_ids for request in requests]
+        numbers = [[prompt.numel() for prompt in prompts], [request.seed for request in requests]]
+        lengths, seeds, prompt_ids = torch.tensor([*numbers, [request.prompt_id for request in requests]], dtype=torch.int64)
+        pad = torch.nn.utils.rnn.pad_sequence
+        batch: BatchedDataDict[Any] = BatchedDataDict(
+            {
+                "input_ids": prompts[0][None] if len(prompts) == 1 else pad(prompts, batch_first=True, padding_value=self._pad_token_id),
+                "input_lengths": lengths,
+                "stop_strings": [request.stop_strings for request in requests],
+                "sample_seeds": seeds,
+                "prompt_id": prompt_ids,
+            }
+        )
+        if self._with_sets:
+            batch["sampling"] = [{SETS: True}] * len(requests)
+        if self._generation.reads_messages:
+            batch["messages"] = [request.messages for request in requests]
+        if any(request.images for request in requests):
+            batch["images"] = [request.images for request in requests]
+        return batch
+
+
+_sessions = itertools.count()
+
+
+class RowSampler(TurnSampler):
+    """Samples each turn by itself; the engine runs the turns that are in progress together.
+
+    A rollout of several turns is a session of the engine, which samples its turns on one replica and may keep keys and values
+    between them.
+    """
+
+    def __init__(self, generation: GenerationInterface, **how: Any) -> None:
+        super().__init__(generation, **how)
         self._name = f"rollouts-{next(_sessions)}"
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        with_messages = self._generation.reads_messages
-        batch = _prompts([request], self._pad_token_id, with_messages=with_messages, with_sets=self._with_sets)
+        batch = self._prompts([request])
         if not self._one_turn:
             batch["session_ids"] = [self._session(request.position)]
         if request.max_new_tokens is not None:
@@ -147,29 +173,14 @@ class BatchSampler(TurnSampler):
     The batches do not depend on how long environments take, so runs can be repeated exactly.
 
     Args:
-        generation: the engine.
         rollouts: number of rollouts.
-        greedy: use greedy decoding.
-        pad_token_id: padding of prompts.
         counts: updated for the progress of the run.
-        one_turn: whether every rollout has only one turn.
-        with_sets: whether to request the set that each token is sampled from.
+        how: as for `TurnSampler`.
     """
 
-    def __init__(
-        self,
-        generation: GenerationInterface,
-        *,
-        rollouts: int,
-        greedy: bool,
-        pad_token_id: int,
-        counts: RolloutCounts,
-        one_turn: bool,
-        with_sets: bool = False,
-    ) -> None:
-        self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
-        self._counts, self._one_turn, self._with_sets = counts, one_turn, with_sets
-        self._active = rollouts
+    def __init__(self, generation: GenerationInterface, *, rollouts: int, counts: RolloutCounts, **how: Any) -> None:
+        super().__init__(generation, **how)
+        self._counts, self._active = counts, rollouts
         self._waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]] = []
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
@@ -198,9 +209,7 @@ class BatchSampler(TurnSampler):
         read = self._generation.batch_progress
         self._counts.batch = SampledBatch(rows=len(requests), are_rollouts=self._one_turn, read=read)
         try:
-            with_messages = self._generation.reads_messages
-            batch = _prompts(requests, self._pad_token_id, with_messages=with_messages, with_sets=self._with_sets)
-            output = generated(self._generation, batch, greedy=self._greedy)
+            output = generated(self._generation, self._prompts(requests), greedy=self._greedy)
             turns = _outcomes(output, requests)
         except (Exception, asyncio.CancelledError) as error:  # otherwise, the rollouts would wait forever
             for _, future in waiting:
@@ -255,15 +264,9 @@ class RolloutSampler:
 
     def restarted(self) -> RolloutSampler:
         """The engine for the same rollout from its first turn, with the same seeds."""
-        return RolloutSampler(
-            self._sampler,
-            run_seed=self._run_seed,
-            stream=self._stream,
-            ordinal=self._ordinal,
-            sample=self._sample,
-            position=self._position,
-            activity=self._activity,
-        )
+        again = copy.copy(self)
+        again._turn = 0
+        return again
 
     async def sample(
         self,
@@ -306,31 +309,6 @@ class RolloutSampler:
             turn = await self._sampler.sample(request)
         self._activity.sampled(len(turn.token_ids))
         return turn
-
-
-def _prompts(
-    requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool, with_sets: bool
-) -> BatchedDataDict[Any]:
-    prompts = [request.token_ids for request in requests]
-    numbers = [[prompt.numel() for prompt in prompts], [request.seed for request in requests]]
-    lengths, seeds, prompt_ids = torch.tensor([*numbers, [request.prompt_id for request in requests]], dtype=torch.int64)
-    pad = torch.nn.utils.rnn.pad_sequence
-    batch: BatchedDataDict[Any] = BatchedDataDict(
-        {
-            "input_ids": prompts[0][None] if len(prompts) == 1 else pad(prompts, batch_first=True, padding_value=pad_token_id),
-            "input_lengths": lengths,
-            "stop_strings": [request.stop_strings for request in requests],
-            "sample_seeds": seeds,
-            "prompt_id": prompt_ids,
-        }
-    )
-    if with_sets:
-        batch["sampling"] = [{SETS: True}] * len(requests)
-    if with_messages:
-        batch["messages"] = [request.messages for request in requests]
-    if any(request.images for request in requests):
-        batch["images"] = [request.images for request in requests]
-    return batch
 
 
 def _outcomes(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> list[SampledTurn | StepFailedError]:
