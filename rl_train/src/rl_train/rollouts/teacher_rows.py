@@ -38,6 +38,7 @@ from rl_train.data.row_sections import OnTooLong
 from rl_train.data.special_tokens import control_tokens, guarded
 from rl_train.errors import reporting_errors
 from rl_train.prompts.templates import PromptTemplate
+from rl_train.rollouts.advantages import over_spans
 from rl_train.rollouts.trajectory import is_sampled, log_token_ids
 
 Batch = BatchedDataDict[Any]
@@ -71,8 +72,7 @@ class TeacherRows:
         """
         if self.spans is not None:
             of_student, of_teacher = self.spans
-            sums = scores.new_zeros(len(scores), int(max(of_student.max(), of_teacher.max())) + 1)
-            return sums.scatter_add(1, of_teacher, scores).gather(1, of_student).masked_fill_(of_student == 0, 0)
+            return over_spans(scores, of_teacher, at=of_student).masked_fill_(of_student == 0, 0)
         if self.starts is None or self.shifts is None or self.lengths is None:
             return scores
         positions = torch.arange(self.width)

@@ -43,6 +43,7 @@ from rl_core.errors import NotSupportedError
 from rl_core.interfaces.policy import LossFunction, LossType
 from rl_train.algorithms.losses.config import DistillationLossConfig
 from rl_train.algorithms.losses.means import bounded_log_ratio, divided_by_shares, sequence_mean, token_mean
+from rl_train.rollouts.advantages import over_spans
 
 TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_token_ids", "teacher_topk_logprobs"
 CANDIDATES = "candidate_logprobs"
@@ -162,12 +163,6 @@ class DistillationLossFn(LossFunction):
             return -ratio * advantage, {"distillation/kl_sampled": parts, "distillation/aligned_frac": scored}
         surrogate = -ratio * (data["teacher_logprobs"] - previous)
         return surrogate, {"distillation/kl_sampled": logprobs - data["teacher_logprobs"]}
-
-
-def over_spans(values: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """[B, T] sum of `values` [B, T] over the tokens with the same entry in `spans` [B, T] int64."""
-    sums = values.new_zeros(len(spans), int(spans.max()) + 1)
-    return sums.scatter_add(1, spans, values).gather(1, spans)
 
 
 REST_FLOOR = 1e-5
