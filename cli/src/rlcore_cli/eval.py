@@ -14,14 +14,11 @@ import typer
 from rl_core.errors import UserError
 from rl_train.run_folders.run_names import completed_runs, existing_run_path, is_run, run_path
 from rlcore_cli.arguments import Bases, Overrides, config_files, integers
+from rlcore_cli.listing import print_table
 
 if TYPE_CHECKING:
     from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, ModeResult, ProgressCallback
     from rl_train.rollouts.evaluation import Estimate, Scores
-
-TABLE_WIDTH = 200
-"""Maximum width of a table; a narrower terminal wraps its lines."""
-
 
 ConfigOrRun = Annotated[
     Path | None,
@@ -208,24 +205,17 @@ def _print_duration(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
 
 
 def _print_scores(passes: Sequence[ModeResult]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # rich truncates numbers in tables wider than the terminal (80 columns in a pipe), so the width is fixed.
-    console = Console(highlight=False, width=TABLE_WIDTH)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("task", "metric", *(_title(found) for found in passes)):
-        table.add_column(title, no_wrap=True)
+    table = [["task", "metric", *map(_title, passes)]]
     tasks = list(passes[0].by_task)
     for task in tasks if len(tasks) == 1 else ("all", *tasks):
         scores = [found.by_task.get(task, found.scores) for found in passes]
         metrics = [_without_repetition(one) for one in scores]
         names = list(dict.fromkeys(name for one in metrics for name in one))
         for name in sorted(names, key=_sort_key):
-            table.add_row(task, name, *(_format(one.get(name), name) for one in metrics))
-        table.add_row(task, "length (max)", *(str(one.max_length) for one in scores))
-        table.add_row(task, "prompts", *(str(one.num_prompts) for one in scores), end_section=True)
-    console.print(table)
+            table.append([task, name, *(_format(one.get(name), name) for one in metrics)])
+        table.append([task, "length (max)", *(str(one.max_length) for one in scores)])
+        table.append([task, "prompts", *(str(one.num_prompts) for one in scores)])
+    print_table(table)
     _print_omissions(passes)
 
 

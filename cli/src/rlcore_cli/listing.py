@@ -100,10 +100,12 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         print(line)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line for each row, in aligned columns."""
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """One line for each row, in aligned columns; `right` aligns all but the first to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sides = [str.ljust, *[str.rjust if right else str.ljust] * (len(widths) - 1)]
+    cells = ([side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import typer
 
 from rl_train.files import available_memory, format_size, parse_size
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
+from rlcore_cli.listing import aligned
 
 if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
@@ -196,11 +197,7 @@ def _described_process(process: ProcessPlan) -> list[str]:
     for name in shown:
         rows.append([name, *(format_size(parts[name]) if parts.get(name) else "-" for parts in process.phases.values())])
     rows.append(["total", *(format_size(process.bytes_in(phase)) for phase in process.phases)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([f"  {first:<{widths[0]}}", *cells]))
-    return lines
+    return [*lines, *(f"  {line}" for line in aligned(rows, right=True))]
 
 
 def _described_suggestion(planned: MemoryPlan, suggestion: Suggestion) -> list[str]:
