@@ -236,11 +236,8 @@ def rescore_run(
     rows = list(rescore(run, overrides or [], config=config, steps=integers(steps, "--steps", "1,5,10")))
     changed = [row for row in rows if row.differs]
     if as_json:
-        print(
-            json.dumps(
-                {"rollouts": len(rows), "changed": len(changed), "differences": [_plain(row) for row in changed]}, indent=2
-            )
-        )
+        summary = {"rollouts": len(rows), "changed": len(changed), "differences": [asdict(row) for row in changed]}
+        print(json.dumps(summary, indent=2))
         return
     print(f"{len(rows)} rollouts scored again; {len(changed)} differ")
     for name in sorted({name for row in rows for name in (*row.before, *row.after)}):
@@ -259,11 +256,6 @@ def _rewards(row: RescoredRollout, side: str) -> str:
         return "not scored"
     rewards: dict[str, float] = getattr(row, side)
     return ", ".join(f"{name} {value:g}" for name, value in sorted(rewards.items())) or "no reward"
-
-
-def _plain(row: RescoredRollout) -> dict[str, Any]:
-    names = ("step", "task", "index", "sample", "completion", "before", "after", "was_scored", "is_scored")
-    return {name: getattr(row, name) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import SETS, SampledSets
@@ -100,10 +101,10 @@ class TurnSampler(ABC):
         prompts = [request.token_ids for request in requests]
         numbers = [[prompt.numel() for prompt in prompts], [request.seed for request in requests]]
         lengths, seeds, prompt_ids = torch.tensor([*numbers, [request.prompt_id for request in requests]], dtype=torch.int64)
-        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad_sequence(prompts, batch_first=True, padding_value=self._pad_token_id) if len(prompts) > 1 else prompts[0][None]
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
-                "input_ids": prompts[0][None] if len(prompts) == 1 else pad(prompts, batch_first=True, padding_value=self._pad_token_id),
+                "input_ids": ids,
                 "input_lengths": lengths,
                 "stop_strings": [request.stop_strings for request in requests],
                 "sample_seeds": seeds,

@@ -9,9 +9,10 @@ from rl_core.plugins.component import did_you_mean
 
 RUNS = Path("runs")
 """The default of `logger.log_dir`, whose run folders can be given by name."""
-_STARTED = "config.yaml"
+CONFIG = "config.yaml"
 """Written when a run starts or is resumed, and not after that."""
-_FILES = ("metrics.jsonl", "status.json")
+STATUS = "status.json"
+_FILES = ("metrics.jsonl", STATUS)
 _OTHERS = ("manifest.json", "config.json")
 """Files of step folders and model folders."""
 
@@ -80,5 +81,5 @@ def completed_runs(incomplete: str) -> list[str]:
 
 
 def _started(run: Path) -> float:
-    path = run / _STARTED
+    path = run / CONFIG
     return path.stat().st_mtime if path.is_file() else 0.0
