@@ -151,6 +151,7 @@ def check_end_of_turn(
     closing = _render(tokenizer, _answered(question), header=False).rpartition(_ANSWER)[2]
     tokens = encode(closing, tokenizer)
     details = {"closing": closing, "closing_ids": tokens, "stop_ids": sorted(stop_ids), "stop_strings": list(stop_strings)}
+    result = partial(Diagnosis, name=ENDS, details=details)
     ending = next((token for token in tokens if token in stop_ids), None)
     stopped_by = next((string for string in stop_strings if string in closing), None)
     if ending is not None or stopped_by is not None:
@@ -160,25 +161,21 @@ def check_end_of_turn(
             else f"the stop string {stopped_by!r}"
         )
         found = f"the template ends a turn with {closing!r}, and {what} ends a completion"
-        return Diagnosis(name=ENDS, status=DiagnosisStatus.OK, found=found, details=details)
+        return result(status=DiagnosisStatus.OK, found=found)
     if not closing.strip():
-        return Diagnosis(
-            name=ENDS,
+        return result(
             status=DiagnosisStatus.WARNING,
             found=f"the template ends a turn with {closing!r}, which cannot end a completion",
             why="Supervised training on such conversations does not teach the model to end its answers.",
             remedy="Use a template that ends assistant messages with the end-of-sequence token.",
-            details=details,
         )
     stops = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in sorted(stop_ids)) or "none"
-    return Diagnosis(
-        name=ENDS,
+    return result(
         status=DiagnosisStatus.FAILED,
         found=f"the template ends a turn with {closing!r} (token {tokens[0]}), without a stop token (these are: {stops})",
         why="A model trained with this template ends its turn this way. An engine that does not stop there samples up to its "
         "limit.",
         remedy=f"Set policy.generation.stop_token_ids: [{tokens[0]}], or add it to eos_token_id in generation_config.json.",
-        details=details,
     )
 
 
