@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from rlcore_cli.curve import read_series
 from rlcore_cli.report.chart import HEIGHT, WIDTH, Line, line_chart
+from rlcore_cli.report.run_folder import read_run_folder
 
 HEADING, LEGEND, MARGIN = 24, 20, 8
 """Pixels over, under and right of the drawing; the last number of an axis reaches beyond it."""
@@ -37,7 +37,7 @@ def curve(metric: str, runs: Mapping[str, Path], by: str = "step") -> str:
     """
     lines = []
     for colour, (label, run) in enumerate(runs.items()):
-        series = read_series(run / "metrics.jsonl", metric)
+        series = read_run_folder(run).curve(metric)
         if not series.steps:
             raise SystemExit(f"{run}/metrics.jsonl has no {metric!r}")
         lines.append(Line(label=label, steps=series.steps, values=series.values, colour=colour))

@@ -1,31 +1,9 @@
-"""The curve printed at the end of a run, for complete and damaged metrics.jsonl files."""
+"""The curve printed at the end of a run."""
 
 import pytest
 
-from rl_core.errors import DataError
-from rlcore_cli.curve import draw, read_series
+from rlcore_cli.curve import draw
 from rlcore_cli.report.run_folder import Curve
-
-
-def test_a_curve_has_the_steps_of_the_metric_without_a_truncated_last_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"step": 0, "validation/accuracy": 0.25}\n'
-        '{"step": 1, "reward/mean": 0.5}\n'
-        '{"step": 2, "validation/accuracy": null}\n'
-        '{"step": 3, "validation/accuracy": 0.75}\n'
-        '{"step": 4, "validation/accu'
-    )
-    assert read_series(path, "validation/accuracy") == Curve(steps=[0, 3], values=[0.25, 0.75])
-    path.write_text('{"step": 4, "validation/accuracy": 0.5}')
-    assert read_series(path, "validation/accuracy") == Curve(steps=[], values=[])
-
-
-def test_a_line_that_is_damaged_in_the_middle_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "reward/mean": 0.5}\nnonsense\n{"step": 3, "reward/mean": 0.5}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: invalid JSON"):
-        read_series(path, "reward/mean")
 
 
 def test_the_drawing_has_its_title_and_no_colours():

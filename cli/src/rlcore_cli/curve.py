@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
-from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.chart import nice_ticks, thin
 from rlcore_cli.report.run_folder import Curve
 
 WIDTH = 72
 HEIGHT = 14
-
-
-def read_series(path: Path, name: str) -> Curve:
-    """The values of a metric in metrics.jsonl, without steps that lack it and without an incomplete last line.
-
-    Raises:
-        DataError: a line is corrupt.
-    """
-    kept = [row for row in iter_jsonl(path) if row.get(name) is not None]
-    return Curve(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
 
 
 def draw(curves: Sequence[tuple[str, Curve]], title: str) -> str:

@@ -77,12 +77,13 @@ def train(
 
 
 def _print_results(finished: RunResult) -> None:
-    from rlcore_cli.curve import draw, read_series
+    from rlcore_cli.curve import draw
     from rlcore_cli.report.chart import format_duration
+    from rlcore_cli.report.run_folder import read_run_folder
 
-    metrics = finished.folder / "metrics.jsonl"
+    run = read_run_folder(finished.folder)
     for name, title in DRAWN:
-        series = read_series(metrics, name)
+        series = run.curve(name)
         if len(series.steps) > 1:
             first, last = (f"{series.values[at]:.3f} at step {series.steps[at]}" for at in (0, -1))
             print(f"\n{title}: {first}, {last}" if len(set(series.values)) > 1 else "")
