@@ -26,6 +26,7 @@ import torch
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.testing.outputs import models
+from rl_train.metrics.progress import RolloutCounts
 from rl_train.rollouts import engines
 
 ADDITION = Path(__file__).parents[1] / "examples/addition/model"
@@ -103,7 +104,12 @@ def main() -> None:
         sampler: engines.TurnSampler
         if options.whole_batch:
             sampler = engines.BatchSampler(
-                engine, rollouts=options.rows, greedy=False, pad_token_id=tokenizer.pad_token_id or 0
+                engine,
+                rollouts=options.rows,
+                greedy=False,
+                pad_token_id=tokenizer.pad_token_id or 0,
+                counts=RolloutCounts(),
+                one_turn=True,
             )
         else:
             sampler = engines.RowSampler(engine, greedy=False, pad_token_id=tokenizer.pad_token_id or 0)

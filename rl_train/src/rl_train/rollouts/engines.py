@@ -7,7 +7,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,10 +66,11 @@ class SampledTurn:
     """The sets of the T' tokens, if they were requested."""
 
 
+@dataclass(eq=False, kw_only=True)
 class TurnSampler(ABC):
     """Samples turns of rollouts that run concurrently in one event loop.
 
-    Args:
+    Attributes:
         generation: the engine.
         greedy: use greedy decoding.
         pad_token_id: padding of prompts.
@@ -77,17 +78,11 @@ class TurnSampler(ABC):
         with_sets: whether to request the set that each token is sampled from.
     """
 
-    def __init__(
-        self,
-        generation: GenerationInterface,
-        *,
-        greedy: bool,
-        pad_token_id: int,
-        one_turn: bool = False,
-        with_sets: bool = False,
-    ) -> None:
-        self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
-        self._one_turn, self._with_sets = one_turn, with_sets
+    generation: GenerationInterface = field(kw_only=False)
+    greedy: bool
+    pad_token_id: int
+    one_turn: bool = False
+    with_sets: bool = False
 
     @abstractmethod
     async def sample(self, request: TurnRequest) -> SampledTurn:
@@ -101,7 +96,7 @@ class TurnSampler(ABC):
         prompts = [request.token_ids for request in requests]
         numbers = [[prompt.numel() for prompt in prompts], [request.seed for request in requests]]
         lengths, seeds, prompt_ids = torch.tensor([*numbers, [request.prompt_id for request in requests]], dtype=torch.int64)
-        ids = pad_sequence(prompts, batch_first=True, padding_value=self._pad_token_id) if len(prompts) > 1 else prompts[0][None]
+        ids = pad_sequence(prompts, batch_first=True, padding_value=self.pad_token_id) if len(prompts) > 1 else prompts[0][None]
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 "input_ids": ids,
@@ -111,9 +106,9 @@ class TurnSampler(ABC):
                 "prompt_id": prompt_ids,
             }
         )
-        if self._with_sets:
+        if self.with_sets:
             batch["sampling"] = [{SETS: True}] * len(requests)
-        if self._generation.reads_messages:
+        if self.generation.reads_messages:
             batch["messages"] = [request.messages for request in requests]
         if any(request.images for request in requests):
             batch["images"] = [request.images for request in requests]
@@ -123,6 +118,7 @@ class TurnSampler(ABC):
 _sessions = itertools.count()
 
 
+@dataclass(eq=False, kw_only=True)
 class RowSampler(TurnSampler):
     """Samples each turn by itself; the engine runs the turns that are in progress together.
 
@@ -130,59 +126,56 @@ class RowSampler(TurnSampler):
     between them.
     """
 
-    def __init__(self, generation: GenerationInterface, **how: Any) -> None:
-        super().__init__(generation, **how)
-        self._name = f"rollouts-{next(_sessions)}"
+    _name: str = field(init=False, default_factory=lambda: f"rollouts-{next(_sessions)}")
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
         batch = self._prompts([request])
-        if not self._one_turn:
+        if not self.one_turn:
             batch["session_ids"] = [self._session(request.position)]
         if request.max_new_tokens is not None:
             batch["max_new_tokens"] = torch.tensor([request.max_new_tokens], dtype=torch.int64)
-        if request.on_tokens is not None and self._generation.streams_tokens:
+        if request.on_tokens is not None and self.generation.streams_tokens:
             batch["stream_tokens"] = torch.ones(1, dtype=torch.bool)
-        rows: Any = self._generation.generate_async(batch, greedy=self._greedy)
+        rows: Any = self.generation.generate_async(batch, greedy=self.greedy)
         try:
             async for _, output in rows:
                 if "unfinished" in output:
                     assert request.on_tokens is not None
                     request.on_tokens(_turns(output, [request])[0])
                     continue
-                if (row := right_row(output, batch, self._generation)) is not None:
+                if (row := right_row(output, batch, self.generation)) is not None:
                     return _right_turn(row)
-                output = checked_generation(output, data=batch, generation=self._generation)
+                output = checked_generation(output, data=batch, generation=self.generation)
                 [turn] = _outcomes(output, [request])
                 if isinstance(turn, StepFailedError):
                     raise turn
                 return turn
         finally:
             await rows.aclose()
-        raise RuntimeError(f"{type(self._generation).__name__}.generate_async ended without the output of its row")
+        raise RuntimeError(f"{type(self.generation).__name__}.generate_async ended without the output of its row")
 
     def rollout_ended(self, position: int) -> None:
-        if not self._one_turn:
-            self._generation.close_sessions([self._session(position)])
+        if not self.one_turn:
+            self.generation.close_sessions([self._session(position)])
 
     def _session(self, position: int) -> str:
         return f"{self._name}-{position}"
 
 
+@dataclass(eq=False, kw_only=True)
 class BatchSampler(TurnSampler):
     """Samples when every rollout that has not ended waits for a turn, in one call, in the order of the rollouts.
 
     The batches do not depend on how long environments take, so runs can be repeated exactly.
 
-    Args:
-        rollouts: number of rollouts.
+    Attributes:
+        rollouts: number of rollouts that have not ended.
         counts: updated for the progress of the run.
-        how: as for `TurnSampler`.
     """
 
-    def __init__(self, generation: GenerationInterface, *, rollouts: int, counts: RolloutCounts, **how: Any) -> None:
-        super().__init__(generation, **how)
-        self._counts, self._active = counts, rollouts
-        self._waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]] = []
+    rollouts: int
+    counts: RolloutCounts
+    _waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]] = field(init=False, default_factory=list)
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
         future: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
@@ -191,7 +184,7 @@ class BatchSampler(TurnSampler):
         return await future
 
     def rollout_ended(self, position: int) -> None:
-        self._active -= 1
+        self.rollouts -= 1
         self._schedule()
 
     def _schedule(self) -> None:
@@ -200,17 +193,17 @@ class BatchSampler(TurnSampler):
 
     def _run_if_complete(self) -> None:
         self._waiting = [entry for entry in self._waiting if not entry[1].done()]  # others were cancelled
-        if not self._waiting or len(self._waiting) < self._active:
+        if not self._waiting or len(self._waiting) < self.rollouts:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].position), []
         while_paused(self._run, waiting)
 
     def _run(self, waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]]) -> None:
         requests = [request for request, _ in waiting]
-        read = self._generation.batch_progress
-        self._counts.batch = SampledBatch(rows=len(requests), are_rollouts=self._one_turn, read=read)
+        read = self.generation.batch_progress
+        self.counts.batch = SampledBatch(rows=len(requests), are_rollouts=self.one_turn, read=read)
         try:
-            output = generated(self._generation, self._prompts(requests), greedy=self._greedy)
+            output = generated(self.generation, self._prompts(requests), greedy=self.greedy)
             turns = _outcomes(output, requests)
         except (Exception, asyncio.CancelledError) as error:  # otherwise, the rollouts would wait forever
             for _, future in waiting:
@@ -218,9 +211,9 @@ class BatchSampler(TurnSampler):
                     future.set_exception(error)
             return
         finally:
-            self._counts.batch = None
-        if self._one_turn:
-            self._counts.sampled += len(requests)
+            self.counts.batch = None
+        if self.one_turn:
+            self.counts.sampled += len(requests)
         for (_, future), turn in zip(waiting, turns, strict=True):
             if future.done():
                 continue
