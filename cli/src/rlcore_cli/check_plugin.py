@@ -137,4 +137,3 @@ def _kits() -> dict[Kind, type[Conformance[Any]]]:
 
 def _tests(kit: type[Conformance[Any]], component: str) -> type[Conformance[Any]]:
     return type(kit.__name__, (kit,), {"component": component})
-

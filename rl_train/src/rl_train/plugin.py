@@ -11,11 +11,23 @@ from rl_core.plugins import Component, hookimpl
 def rlcore_algorithms() -> list[Component]:
     """The built-in algorithms."""
     return [
-        _algorithm("grpo", "policy", "GRPO", "Group Relative Policy Optimization: rewards relative to the other samples of the same prompt"),
+        _algorithm(
+            "grpo",
+            "policy",
+            "GRPO",
+            "Group Relative Policy Optimization: rewards relative to the other samples of the same prompt",
+        ),
         _algorithm("ppo", "policy", "PPO", "Proximal Policy Optimization with a critic"),
         _algorithm("dpo", "supervised", "DPO", "Direct Preference Optimization on pairs of chosen and rejected answers"),
-        _algorithm("kto", "supervised", "KTO", "Kahneman-Tversky Optimization on answers with a label: desirable or undesirable"),
-        _algorithm("distillation", "supervised", "Distillation", "On-policy distillation: a teacher scores each token of the student's own answers"),
+        _algorithm(
+            "kto", "supervised", "KTO", "Kahneman-Tversky Optimization on answers with a label: desirable or undesirable"
+        ),
+        _algorithm(
+            "distillation",
+            "supervised",
+            "Distillation",
+            "On-policy distillation: a teacher scores each token of the student's own answers",
+        ),
         _algorithm("rm", "supervised", "RewardModel", "Reward model training on pairs of chosen and rejected answers"),
         _algorithm("sft", "supervised", "SFT", "Supervised fine-tuning on reference answers"),
     ]
@@ -54,16 +66,19 @@ def rlcore_losses() -> list[Component]:
             "ORPO preference loss: log odds ratio plus the likelihood of chosen answers, without a reference policy",
         ),
         _preference("kto", "KTO", "KTO loss on answers with a label against a reference policy"),
-        _loss("distillation", "Distillation", "Divergence from a teacher: forward KL, reverse KL, a mix of both, or Jensen-Shannon", module="distillation"),
+        _loss(
+            "distillation",
+            "Distillation",
+            "Divergence from a teacher: forward KL, reverse KL, a mix of both, or Jensen-Shannon",
+            module="distillation",
+        ),
         _preference("bradley_terry", "BradleyTerry", "Bradley-Terry loss on the scores of a reward model, with margins"),
         _loss("nll", "NLL", "Negative log-likelihood of the answer tokens", module="supervised"),
         _loss("mse_value", "MseValue", "Clipped squared error of a critic's values", module="value"),
     ]
 
 
-def _loss(
-    name: str, of: str, summary: str, *, module: str, config: str | None = None, configs: str = "config"
-) -> Component:
+def _loss(name: str, of: str, summary: str, *, module: str, config: str | None = None, configs: str = "config") -> Component:
     """A loss, with the modules of its class and of its section."""
     return Component(
         name,
@@ -130,7 +145,12 @@ def rlcore_loggers() -> list[Component]:
         _logger("tensorboard", "TensorBoard", "Event files for TensorBoard", "tensorboard>=2.18"),
         _logger("wandb", "Wandb", "Weights & Biases, offline by default", "wandb>=0.31"),
         _logger(
-            "mlflow", "Mlflow", "MLflow, in a database in the run folder by default", "mlflow-skinny<4,>=3.17", "sqlalchemy<3,>=2", "alembic<2,>=1.13"
+            "mlflow",
+            "Mlflow",
+            "MLflow, in a database in the run folder by default",
+            "mlflow-skinny<4,>=3.17",
+            "sqlalchemy<3,>=2",
+            "alembic<2,>=1.13",
         ),
     ]
 
