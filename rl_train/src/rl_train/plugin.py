@@ -11,32 +11,49 @@ from rl_core.plugins import Component, hookimpl
 def rlcore_algorithms() -> list[Component]:
     """The built-in algorithms."""
     return [
-        _algorithm(
+        Component(
             "grpo",
-            "policy",
-            "GRPO",
-            "Group Relative Policy Optimization: rewards relative to the other samples of the same prompt",
+            target="rl_train.algorithms.grpo:train",
+            config="rl_train.algorithms.policy_configs:GRPOConfig",
+            summary="Group Relative Policy Optimization: rewards relative to the other samples of the same prompt",
         ),
-        _algorithm("ppo", "policy", "PPO", "Proximal Policy Optimization with a critic"),
-        _algorithm("dpo", "supervised", "DPO", "Direct Preference Optimization on pairs of chosen and rejected answers"),
-        _algorithm(
-            "kto", "supervised", "KTO", "Kahneman-Tversky Optimization on answers with a label: desirable or undesirable"
+        Component(
+            "ppo",
+            target="rl_train.algorithms.ppo:train",
+            config="rl_train.algorithms.policy_configs:PPOConfig",
+            summary="Proximal Policy Optimization with a critic",
         ),
-        _algorithm(
+        Component(
+            "dpo",
+            target="rl_train.algorithms.dpo:train",
+            config="rl_train.algorithms.supervised_configs:DPOConfig",
+            summary="Direct Preference Optimization on pairs of chosen and rejected answers",
+        ),
+        Component(
+            "kto",
+            target="rl_train.algorithms.kto:train",
+            config="rl_train.algorithms.supervised_configs:KTOConfig",
+            summary="Kahneman-Tversky Optimization on answers with a label: desirable or undesirable",
+        ),
+        Component(
             "distillation",
-            "supervised",
-            "Distillation",
-            "On-policy distillation: a teacher scores each token of the student's own answers",
+            target="rl_train.algorithms.distillation:train",
+            config="rl_train.algorithms.supervised_configs:DistillationConfig",
+            summary="On-policy distillation: a teacher scores each token of the student's own answers",
         ),
-        _algorithm("rm", "supervised", "RewardModel", "Reward model training on pairs of chosen and rejected answers"),
-        _algorithm("sft", "supervised", "SFT", "Supervised fine-tuning on reference answers"),
+        Component(
+            "rm",
+            target="rl_train.algorithms.rm:train",
+            config="rl_train.algorithms.supervised_configs:RewardModelConfig",
+            summary="Reward model training on pairs of chosen and rejected answers",
+        ),
+        Component(
+            "sft",
+            target="rl_train.algorithms.sft:train",
+            config="rl_train.algorithms.supervised_configs:SFTConfig",
+            summary="Supervised fine-tuning on reference answers",
+        ),
     ]
-
-
-def _algorithm(name: str, configs: str, of: str, summary: str) -> Component:
-    """An algorithm, with the module that has its section."""
-    section = f"rl_train.algorithms.{configs}_configs:{of}Config"
-    return Component(name, target=f"rl_train.algorithms.{name}:train", config=section, summary=summary)
 
 
 @hookimpl
@@ -74,7 +91,12 @@ def rlcore_losses() -> list[Component]:
         ),
         _preference("bradley_terry", "BradleyTerry", "Bradley-Terry loss on the scores of a reward model, with margins"),
         _loss("nll", "NLL", "Negative log-likelihood of the answer tokens", module="supervised"),
-        _loss("mse_value", "MseValue", "Clipped squared error of a critic's values", module="value"),
+        Component(
+            "mse_value",
+            target="rl_train.algorithms.losses.value:MseValueLossFn",
+            config="rl_train.algorithms.losses.config:MseValueLossConfig",
+            summary="Clipped squared error of a critic's values",
+        ),
     ]
 
 
@@ -142,29 +164,31 @@ def rlcore_loggers() -> list[Component]:
             target="rl_train.metrics.console:ConsoleLogger",
             summary="Live progress on a terminal, plain lines when piped",
         ),
-        _logger("tensorboard", "TensorBoard", "Event files for TensorBoard", "tensorboard>=2.18"),
-        _logger("wandb", "Wandb", "Weights & Biases, offline by default", "wandb>=0.31"),
-        _logger(
+        Component(
+            "tensorboard",
+            target="rl_train.metrics.logger:TensorBoardLogger",
+            config="rl_train.metrics.logger_config:TensorBoardConfig",
+            summary="Event files for TensorBoard",
+            needs=("tensorboard>=2.18",),
+            install="pip install 'rl-train[tensorboard]'",
+        ),
+        Component(
+            "wandb",
+            target="rl_train.metrics.logger:WandbLogger",
+            config="rl_train.metrics.logger_config:WandbConfig",
+            summary="Weights & Biases, offline by default",
+            needs=("wandb>=0.31",),
+            install="pip install 'rl-train[wandb]'",
+        ),
+        Component(
             "mlflow",
-            "Mlflow",
-            "MLflow, in a database in the run folder by default",
-            "mlflow-skinny<4,>=3.17",
-            "sqlalchemy<3,>=2",
-            "alembic<2,>=1.13",
+            target="rl_train.metrics.logger:MlflowLogger",
+            config="rl_train.metrics.logger_config:MlflowConfig",
+            summary="MLflow, in a database in the run folder by default",
+            needs=("mlflow-skinny<4,>=3.17", "sqlalchemy<3,>=2", "alembic<2,>=1.13"),
+            install="pip install 'rl-train[mlflow]'",
         ),
     ]
-
-
-def _logger(name: str, of: str, summary: str, *needs: str) -> Component:
-    """A logger that needs the libraries of an extra of rl-train."""
-    return Component(
-        name,
-        target=f"rl_train.metrics.logger:{of}Logger",
-        config=f"rl_train.metrics.logger_config:{of}Config",
-        summary=summary,
-        needs=needs,
-        install=f"pip install 'rl-train[{name}]'",
-    )
 
 
 @hookimpl

@@ -258,8 +258,6 @@ def generation_backend_has_the_capabilities(config: CheckedConfig, generation: G
         required.append(((*at, "top_p"), f"{generation.top_p}", Capability.TOP_P))
     if generation.top_k is not None:
         required.append(((*at, "top_k"), f"{generation.top_k}", Capability.TOP_K))
-    if generation.min_p:
-        required.append(((*at, "min_p"), f"{generation.min_p}", Capability.SAMPLED_SETS))
     for key, setting, capability in required:
         yield from _lacks(config, key, setting, at, Kind.GENERATION, generation.backend, capability)
 

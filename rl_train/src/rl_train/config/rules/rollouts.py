@@ -45,6 +45,14 @@ def with_transports_of_plugins(names: tuple[str, ...], registry: Registry) -> tu
     return (*names, *(name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name not in _BUILT_IN_TRANSPORTS))
 
 
+@rule("policy.generation", each=each_engine)
+def engine_samples_with_min_p(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
+    """The engine supports `min_p`, if it is set."""
+    error = lacks_capability(config.registry, Kind.GENERATION, generation.backend, Capability.SAMPLED_SETS)
+    if generation.min_p and error is not None:
+        yield Problem((*_GENERATION, "min_p"), f"{generation.min_p} is not supported by policy.generation. {error}")
+
+
 @rule("algorithm", "policy.generation", "policy.backend", applies_to=TRAINING, each=each_engine)
 def filtered_samples_are_scored_among_the_kept_tokens(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """With top-p, top-k or min-p, the engine returns the tokens that it kept, and the policy normalizes over them."""
