@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rl_core.errors import UserError
-from rl_train.run_folders.run_names import CONFIG, completed_runs, existing_run_path, is_run, run_path
+from rl_train.run_folders.run_names import completed_runs, existing_run_path, is_run, run_path
 from rlcore_cli.arguments import Bases, Overrides, config_files, integers
 from rlcore_cli.listing import print_table
 
@@ -80,7 +80,7 @@ def evaluate(
         rlcore eval config.yaml grpo.max_val_samples=100 --checkpoint runs/config/checkpoints/step_000010 --json scores.json
     """
     if config is not None and not config.is_file() and is_run(run := run_path(config)):
-        config, checkpoint = run / CONFIG, checkpoint or run
+        config, checkpoint = run / "config.yaml", checkpoint or run
     elif config is not None and not config.suffix and "=" not in str(config):
         existing_run_path(config)  # a config has a suffix: what is missing here was meant as a run
     if temperature:
@@ -129,9 +129,9 @@ def _prompts_otherwise(plan: EvaluationPlan) -> str | None:
     from rl_train.config.values import leaves
 
     run = None if plan.checkpoint is None else plan.checkpoint.run_folder
-    if run is None or not (run / CONFIG).is_file():
+    if run is None or not (run / "config.yaml").is_file():
         return None
-    then = dict(leaves(safe_load((run / CONFIG).read_text(encoding="utf-8"))))
+    then = dict(leaves(safe_load((run / "config.yaml").read_text(encoding="utf-8"))))
     now = dict(leaves(plan.loaded.redacted))
     keys = {key for key in {*then, *now} if key.startswith(_PROMPTS)}
     has_engine, has_environment = (any(key.startswith(section) for key in then) for section in ("policy.generation.", "env."))

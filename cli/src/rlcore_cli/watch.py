@@ -17,10 +17,10 @@ import typer
 from rl_core.errors import DataError, UserError
 from rl_train.metrics.jsonl import METRICS, TIMELINE
 from rl_train.metrics.progress import PROGRESS
-from rl_train.run_folders.run_names import CONFIG, RUNS, STATUS, completed_runs, existing_run_path, newest_run
+from rl_train.run_folders.run_names import RUNS, completed_runs, existing_run_path, newest_run
 from rlcore_cli.report.page import Ending, Live, ending_of, render_live, security_policy
 from rlcore_cli.report.rollouts import rollouts_of_step
-from rlcore_cli.report.run_folder import RunFolder, RunFolderReader, read_run_folder, stamp_of
+from rlcore_cli.report.run_folder import CONFIG, STATUS, RunFolder, RunFolderReader, read_run_folder, stamp_of
 
 
 def watch(

@@ -33,7 +33,8 @@ from rl_train.data.processors import load_policy_tokenizer
 from rl_train.diagnostics.model_files import position_limit
 from rl_train.metrics.progress import reported_start
 from rl_train.run_folders.checkpoint_paths import find_weights
-from rl_train.run_folders.run_names import CONFIG, similar_runs
+from rl_train.run_folders.run_folder import CONFIG
+from rl_train.run_folders.run_names import similar_runs
 
 _UNLIMITED = 2**31 - 1
 _CONVERSATION = 2048

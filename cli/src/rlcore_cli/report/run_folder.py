@@ -15,8 +15,10 @@ import yaml
 
 from rl_core.errors import DataError, UserError
 from rl_train.metrics.jsonl import METRICS, TIMELINE, TOKEN_TEXTS, JsonlTail
-from rl_train.run_folders.run_names import CONFIG, STATUS, is_run, runs_in
+from rl_train.run_folders.run_names import is_run, runs_in
 
+STATUS = "status.json"
+CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 ENVIRONMENT = "environment.json"
 ROLLOUTS = "rollouts"

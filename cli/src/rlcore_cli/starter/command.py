@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_core.errors import ConfigError, DataError
-from rl_train.run_folders.run_names import CONFIG
 from rlcore_cli.arguments import Tokenizer, counted
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MEASURED = 1000
 _OUTLIER = 2
 """The longest row is reported if it is more than this many times as long as the next one."""
+_CONFIG = "config.yaml"
 
 
 def _field_option(what: str) -> Any:
@@ -101,7 +101,7 @@ def init(
     named = named_fields(train.rows, str(data), **fields, label=label)
     form = named or recognize(train.rows, str(data))
     algorithm = _algorithm(algorithm, form, data)
-    _reject_existing([CONFIG], output)
+    _reject_existing([_CONFIG], output)
     require_model(model)
     if (problem := model_path_problem(model)) is not None:
         raise ConfigError(f"--model: {problem}")
@@ -192,7 +192,7 @@ def _files(
     files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
     rows = f"{counted(starter.rows, 'row')}, each {starter.form.name}"
     head = f"# Trains on {train.path.name}: {rows}. Written by `rlcore init`.\n"
-    files[CONFIG] = head + _config_text(starter, model, hardware, registry)
+    files[_CONFIG] = head + _config_text(starter, model, hardware, registry)
     if starter.samples and starter.grader is None:
         answers = expected_answers(train.rows, starter.form)
         files |= reward_files(train.path.name, str(answers[0]) if answers else None)
@@ -339,7 +339,7 @@ def _report(
     from rlcore_cli.starter.config_values import FEWEST_ROWS
     from rlcore_cli.starter.data_file import ANSWERS
 
-    config = output / CONFIG
+    config = output / _CONFIG
     print(f"{train.path}: {counted(starter.rows, 'row')}, each {form.name}")
     for line in bad_row_lines([*train.bad, *(validation.bad if validation is not None else ())]):
         print(f"Skipped: {line}")

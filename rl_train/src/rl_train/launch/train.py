@@ -37,8 +37,12 @@ from rl_train.metrics.progress import progress_file, reported_start
 from rl_train.plan.suggestions import warn_if_too_large
 from rl_train.plugin_warnings import plugin_warnings
 from rl_train.run import Run
-from rl_train.run_folders.run_folder import ResumePoint, lock_again_if_deleted, write_origins
-from rl_train.run_folders.run_names import CONFIG
+from rl_train.run_folders.run_folder import (
+    CONFIG,
+    ResumePoint,
+    lock_again_if_deleted,
+    write_origins,
+)
 from rl_train.run_folders.status import Status
 
 _log = logging.getLogger("rlcore")

@@ -22,8 +22,7 @@ from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.manifest import damage_error, read_manifest, read_state, verify_checkpoint
 from rl_train.checkpoints.published_files import copy_files, tokenizer_code
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.run_folders.run_folder import CHECKPOINTS, recorded_checkpoint_dir
-from rl_train.run_folders.run_names import CONFIG
+from rl_train.run_folders.run_folder import CHECKPOINTS, CONFIG, recorded_checkpoint_dir
 
 _log = logging.getLogger("rlcore")
 MODEL_FILE = "config.json"

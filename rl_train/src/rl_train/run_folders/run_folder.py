@@ -37,11 +37,11 @@ from rl_train.config.loader import LoadedConfig
 from rl_train.config.schema import CheckpointingConfig, RunConfig
 from rl_train.config.sources import PROVENANCE
 from rl_train.config.values import Origin
-from rl_train.run_folders.run_names import CONFIG, STATUS
-from rl_train.run_folders.status import BUILDING
+from rl_train.run_folders.status import BUILDING, STATUS
 
 CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("rlcore")
+CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 
 

@@ -9,10 +9,9 @@ from rl_core.plugins.component import did_you_mean
 
 RUNS = Path("runs")
 """The default of `logger.log_dir`, whose run folders can be given by name."""
-CONFIG = "config.yaml"
+_STARTED = "config.yaml"
 """Written when a run starts or is resumed, and not after that."""
-STATUS = "status.json"
-_FILES = ("metrics.jsonl", STATUS)
+_FILES = ("metrics.jsonl", "status.json")
 _OTHERS = ("manifest.json", "config.json")
 """Files of step folders and model folders."""
 
@@ -81,5 +80,5 @@ def completed_runs(incomplete: str) -> list[str]:
 
 
 def _started(run: Path) -> float:
-    path = run / CONFIG
+    path = run / _STARTED
     return path.stat().st_mtime if path.is_file() else 0.0

@@ -18,8 +18,8 @@ from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import RLCoreError, UserError
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.files import write_atomically
-from rl_train.run_folders.run_names import STATUS
 
+STATUS = "status.json"
 BUILDING = "building"
 _BLOCK = 4096
 """Block size of file systems, in bytes. A file that is not empty can hold this much even on a full disk."""

@@ -23,7 +23,7 @@ from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.metrics.jsonl import iter_jsonl
-from rl_train.run_folders.run_names import CONFIG
+from rl_train.run_folders.run_folder import CONFIG
 from rl_train.workbench.instances import environment_factory
 
 ROUNDING = 1e-5
