@@ -306,6 +306,40 @@ def test_a_checkpoint_is_converted_by_the_backend_that_wrote_it(registry, whole,
         convert(tmp_path / "step_000002", tmp_path / "else", to="upright", registry=registry)
 
 
+def saved_by(backend, state, folder, files):
+    """The step folder of a run of this backend, which has saved these files."""
+    weights = folder / "step_000002" / "policy" / "weights"
+    weights.mkdir(parents=True)
+    for name, text in files.items():
+        (weights / name).write_text(text)
+    changed = {**state, "config": {"policy": {"backend": backend}}}
+    (folder / "step_000002" / "state.json").write_text(json.dumps(changed))
+    write_manifest(folder / "step_000002", step=2, metrics={})
+    return folder / "step_000002"
+
+
+class Plain:
+    """A policy backend of another distribution without conversions."""
+
+
+def test_the_own_format_of_a_backend_is_what_it_saved(whole, tmp_path):
+    class Registered(Registry):
+        def find(self, kind, name, *, requires=()):
+            return Component("plain", target=f"{__name__}:Plain", summary="a test")
+
+    # `config.json` of a library that is not Transformers
+    saved = {"config.json": '{"width": 3}', "model.pth": "weights", "words.txt": "a b"}
+    step = saved_by("plain", json.loads((whole / "state.json").read_text()), tmp_path, saved)
+    done = convert(step, tmp_path / "out", to="plain", registry=Registered(discover()))
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == saved
+    assert (done.backend, done.left_out, done.needed_code) == (None, (), ())
+    with pytest.raises(
+        NotSupportedError, match=r"does not convert to 'hf'\. It converts to: plain\..*config.json of Transformers"
+    ):
+        convert(step, tmp_path / "copy", to="hf", registry=Registered(discover()))
+    assert not (tmp_path / "copy").exists()
+
+
 def test_weights_in_the_format_of_a_third_party_are_converted_to_its_formats_only(registry, whole, tmp_path):
     step = tmp_path / "step_000002"
     (step / "policy" / "weights").mkdir(parents=True)
@@ -319,7 +353,7 @@ def test_weights_in_the_format_of_a_third_party_are_converted_to_its_formats_onl
         convert(step, tmp_path / "copy", to="hf", registry=registry)
     assert str(caught.value) == (
         "The policy backend 'sideways' does not convert to 'hf'. It converts to: sideways. Its weights are not in Hugging Face "
-        f"format: {step / 'policy' / 'weights'} has no config.json. A backend names its conversions in "
+        f"format: {step / 'policy' / 'weights'} has no config.json of Transformers. A backend names its conversions in "
         "`checkpoint_conversions` (docs/convert.md)."
     )
     assert not (tmp_path / "copy").exists()

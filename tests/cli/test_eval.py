@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RLCoreError, UserError
 from rl_train.checkpoints.manifest import write_manifest
+from rl_train.run_folders.checkpoint_paths import find_weights
 from rlcore_cli.main import app
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
@@ -383,6 +384,13 @@ def of_another_model(run, folder):
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(weights)
     write_manifest(folder / "step_000001", step=1, metrics={})
     return folder / "step_000001"
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "lit_model.pth"])
+def test_a_model_without_a_config_of_transformers_is_a_model(tmp_path, weights):
+    (tmp_path / weights).write_bytes(b"")
+    found = find_weights(tmp_path)
+    assert (found.weights, found.step, found.run_folder) == (tmp_path, None, None)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,54 @@
-"""The Transformers policy keeps the promises of policies."""
+"""The Transformers policy keeps the promises of policies; the reference model of the kit."""
 
+import pytest
+import torch
 from kit_pictures import QwenVL
 
-from rl_core.testing import PolicyConformance
+from rl_core.config.schema import PolicyConfig
+from rl_core.testing import PolicyConformance, ReferenceModel
+from rl_core.testing.policies import KitLoss, _buffer_hint, make_rows
+from rl_core.testing.reference import VOCABULARY, ReferenceTrainer
 
 
 class TestHF(PolicyConformance):
     component = "hf"
     picture_model = QwenVL()
+
+
+class Scaled(ReferenceModel):
+    """Two matrices, and the frequencies of each layer, which are buffers."""
+
+    buffers = ("0.scale", "1.scale")
+
+    def make_weights(self):
+        torch.manual_seed(0)
+        sizes = {"embedding": (VOCABULARY, 8), "head": (VOCABULARY, 8), "0.scale": (8,), "1.scale": (8,)}
+        return {name: torch.randn(size) for name, size in sizes.items()}
+
+    def save_weights(self, folder, weights):
+        raise NotImplementedError
+
+    def logits(self, weights, tokens):
+        return weights["embedding"][tokens] * weights["0.scale"] * weights["1.scale"] @ weights["head"].T
+
+
+def test_steps_of_the_reference_leave_buffers_alone_and_out_of_the_gradient_norm():
+    model = Scaled()
+    section = PolicyConfig(
+        backend="any", model_name="any", max_grad_norm=0.02, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}
+    )
+    weights, rows = model.make_weights(), make_rows(seed=1)
+    trainer = ReferenceTrainer(model, weights, section)
+    reported = trainer.train(rows, KitLoss())
+    assert [name for name, weight in trainer.weights.items() if weight.equal(weights[name])] == ["0.scale", "1.scale"]
+    # `train` has clipped the gradients of what it trains to the norm 0.02.
+    of_trained = [trainer.weights[name].grad.norm() for name in ("embedding", "head")]
+    assert torch.stack(of_trained).norm().item() == pytest.approx(0.02, rel=1e-4)
+    assert reported["grad_norm"] > 0.02
+    assert trainer.weights["0.scale"].grad is None
+
+
+def test_a_wrong_number_of_parameters_names_the_weights_that_may_be_buffers():
+    weights = Scaled().make_weights()
+    assert _buffer_hint(weights, 16) == " If 0.scale, 1.scale is a buffer, name it in `buffers` of the reference model."
+    assert _buffer_hint(weights, 8) == _buffer_hint(weights, 0) == ""

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     """Jinja text that renders a conversation; None to join contents, with `eos_token_id` after each answer."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """The token ids of a text without control tokens."""
+        """The token ids of any text without control tokens; an unknown token for what the vocabulary does not have."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids without control tokens; U+FFFD for those that are only a part of a character."""
@@ -131,7 +131,7 @@ def _problem(tokenizer: Any) -> str | None:
         valid = bool(ids) and all(isinstance(token, int) and 0 <= token < size for token in ids)
         text = tokenizer.decode(ids) if valid else ""
     except Exception as error:
-        return f"encoding {_PROBE!r} and decoding it raised {describe(error)}"
+        return f"`encode` must accept every text: encoding {_PROBE!r} and decoding it raised {describe(error)}"
     if not valid:
         return f"`encode` returned {ids!r} for {_PROBE!r}, not token ids from 0 to {size - 1}"
     return None if isinstance(text, str) else f"`decode` returned {text!r} for {ids}, not a text"

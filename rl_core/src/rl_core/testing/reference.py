@@ -46,9 +46,11 @@ class ReferenceModel(ABC):
 
     Attributes:
         adapted: names in the checkpoint of the weights of linear layers, [out, in], that adapters are added to.
+        buffers: names in the checkpoint of what is saved and sent, but never trained, such as frequencies of rotary positions.
     """
 
     adapted: ClassVar[Sequence[str]] = ()
+    buffers: ClassVar[Collection[str]] = ()
 
     @abstractmethod
     def make_weights(self) -> dict[str, torch.Tensor]:
@@ -366,11 +368,12 @@ class ReferenceTrainer:
 
     def __init__(self, model: ReferenceModel, weights: Weights, section: PolicyConfig) -> None:
         self.model = model
-        self.weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
+        self.weights = {name: tensor.clone().requires_grad_(name not in model.buffers) for name, tensor in weights.items()}
+        self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
         self.version = 0
         self._section = section
         factory: Any = resolve(section.optimizer.name, key="policy.optimizer.name")
-        self._optimizer = factory(list(self.weights.values()), **section.optimizer.kwargs)
+        self._optimizer = factory(self.trained, **section.optimizer.kwargs)
         self._lr = self._optimizer.param_groups[0]["lr"]
 
     def logprobs(self, rows: BatchedDataDict[Any]) -> torch.Tensor:
@@ -384,7 +387,7 @@ class ReferenceTrainer:
         seqs, toks = rows["sample_mask"].sum(), (rows["token_mask"] * rows["sample_mask"].unsqueeze(1)).sum()
         loss, metrics = loss_fn(self.logprobs(rows), rows, seqs, toks)
         loss.backward()
-        norm = torch.stack([weight.grad.norm() for weight in self.weights.values() if weight.grad is not None]).norm()
+        norm = torch.stack([weight.grad.norm() for weight in self.trained if weight.grad is not None]).norm()
         numbers = {"loss": loss.detach(), "grad_norm": norm, "global_valid_seqs": seqs, "global_valid_toks": toks, **metrics}
         return {name: float(value) for name, value in numbers.items()}
 
@@ -394,7 +397,7 @@ class ReferenceTrainer:
         if (schedule := self._section.scheduler) is not None:
             self._optimizer.param_groups[0]["lr"] = self._lr * SCHEDULES[schedule.name](self.version, **schedule.kwargs)
         if self._section.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(list(self.weights.values()), self._section.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(self.trained, self._section.max_grad_norm)
         self._optimizer.step()
         self.version += 1
         return {**expected, "lr": self._optimizer.param_groups[0]["lr"]}

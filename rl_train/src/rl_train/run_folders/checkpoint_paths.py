@@ -27,6 +27,8 @@ from rl_train.run_folders.run_folder import CHECKPOINTS, CONFIG, recorded_checkp
 _log = logging.getLogger("rlcore")
 MODEL_FILE = "config.json"
 """A file that every Hugging Face model folder has."""
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+"""Suffixes of weights: a model that Transformers does not have needs no `config.json`, and its backend checks the folder."""
 _CODE_KEY = "auto_map"
 _CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
@@ -117,7 +119,7 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
     newest = store.latest_undamaged() if store is not None else None
     if store is not None and newest is not None:
         return _of_step(_best(store, newest) if best else newest)
-    if (path / MODEL_FILE).is_file():
+    if (path / MODEL_FILE).is_file() or (store is None and any(each.suffix in _WEIGHTS for each in path.iterdir())):
         if best:
             raise CheckpointError(f"{path} is a model, not a run folder, so --best does not apply. Remove --best.")
         return CheckpointPaths(path=path, step=None, run_folder=None)

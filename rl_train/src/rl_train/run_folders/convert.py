@@ -1,11 +1,13 @@
 """Converts checkpoints to other formats with the policy backend that wrote them.
 
 A run's checkpoint is converted by the backend in its config. Any other Transformers model folder is converted by the backend
-with the name of the format. If a checkpoint's weights are already a Transformers model folder, `hf` copies it.
+with the name of the format. If a checkpoint's weights are already a Transformers model folder, `hf` copies it. The format with
+the name of the backend is what it saved, unless it names a function.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -108,11 +110,11 @@ def convert(
             fill(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
             if merge or not policy:
                 carry_over_config(partial, model=str(model or policy.get("model_name") or source))
-        elif to == HF and (source / "config.json").is_file():
-            copy_model(source, partial)
         else:
-            copied = {HF} if (source / "config.json").is_file() else set()
-            raise _unsupported_format(backend, to, copied.union(conversions), source)
+            copied = ([HF] if _is_of_transformers(source) else []) + ([backend] if policy else [])
+            if to not in copied:
+                raise _unsupported_format(backend, to, {*copied, *conversions}, source)
+            _copy(source, partial, to)
         tokenizer, tokenizer_files = tokenizer_code(source)
         copy_files(source, partial, tokenizer_files)
         if output.exists():
@@ -126,8 +128,8 @@ def convert(
         files=tuple(str(path.relative_to(output)) for path in files),
         num_bytes=sum(path.stat().st_size for path in files),
         backend=None if function is None else backend,
-        left_out=left_out(source),
-        needed_code=needed_code(source),
+        left_out=tuple(name for name in left_out(source) if not (output / name).exists()),
+        needed_code=needed_code(source) if to == HF else (),
         tokenizer=tokenizer,
     )
 
@@ -145,6 +147,25 @@ def _source(checkpoint: Path) -> tuple[Path, Mapping[str, Any]]:
     if not isinstance(policy, Mapping) or not isinstance(policy.get("backend"), str):
         raise damage_error(checkpoint, ["state.json: `config.policy.backend` must be the name of a backend"])
     return weights, policy
+
+
+def _copy(source: Path, output: Path, to: str) -> None:
+    """Copy a model of Transformers, whose files are checked; or, in the own format of a backend, all that it has saved."""
+    if to == HF:
+        copy_model(source, output)
+    else:
+        shutil.copytree(source, output, dirs_exist_ok=True)
+
+
+def _is_of_transformers(folder: Path) -> bool:
+    """Whether a folder has a config.json of Transformers; that of another library names neither model type nor class."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True  # damaged, which is reported when it is copied
+    return not isinstance(content, dict) or not content.keys().isdisjoint(("model_type", "architectures", "auto_map"))
 
 
 def _reject_untrusted_code(checkpoint: Path, policy: Mapping[str, Any], *, merge: bool) -> None:
@@ -215,8 +236,8 @@ def _unsupported_format(backend: str, to: str, formats: set[str], source: Path) 
         advice = f"For the format of another backend, first convert to {HF!r} (with --merge if adapters were trained), then "
         advice += "convert that folder."
     else:
-        advice = f"Its weights are not in Hugging Face format: {source} has no config.json. A backend names its conversions in "
-        advice += "`checkpoint_conversions` (docs/convert.md)."
+        advice = f"Its weights are not in Hugging Face format: {source} has no config.json of Transformers. A backend names "
+        advice += "its conversions in `checkpoint_conversions` (docs/convert.md)."
     return NotSupportedError(
         f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, supported)} It converts to: "
         f"{', '.join(supported) or 'nothing'}. {advice}"
