@@ -3,18 +3,24 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from later_rules import report_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rl_backends_base.config import TokenwiseConfig
+from rl_backends_hf.config import HFGenerationConfig
+from rl_core.config.schema import TokenizerConfig
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.checks import warn_about_engine_limit
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.loader import load_config
 from rl_train.config.rules.rule import CheckedConfig
+from rl_train.data.processors import engine_tokenizer
 from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -126,3 +132,20 @@ def test_an_engine_that_is_limited_by_its_own_key_is_as_intended(load, tmp_path,
     load({}, {"hf_cfg": {"max_model_len": 20}}, max_total_sequence_length=32)
     train(tmp_path / "config.yaml", console=False)
     assert "the engine ends rows" not in caplog.text
+
+
+def test_the_limit_of_an_engine_on_the_base_class_is_its_own_key_as_well(load, caplog):
+    run = load({}, max_total_sequence_length=32).run
+    for own in (20, None):
+        engine = TokenwiseConfig(backend="x", max_new_tokens=4, max_model_len=own)
+        policy = run.policy.model_copy(update={"generation": engine})
+        warn_about_engine_limit(run.model_copy(update={"policy": policy}), SimpleNamespace(facts={"max_model_len": 20}))
+        assert ("the engine ends rows at 20 tokens" in caplog.text) == (own is None)
+
+
+def test_the_tokenizer_of_an_engine_is_that_of_its_section_or_of_the_section_of_its_backend():
+    named = TokenizerConfig(name="somewhere:Bytes")
+    assert engine_tokenizer(TokenwiseConfig(backend="x", max_new_tokens=4, tokenizer=named)) == named
+    of_backend = {"tokenizer": {"name": "somewhere:Bytes"}}
+    assert engine_tokenizer(HFGenerationConfig(backend="hf", max_new_tokens=4, hf_cfg=of_backend)) == named
+    assert engine_tokenizer(HFGenerationConfig(backend="hf", max_new_tokens=4)) is None

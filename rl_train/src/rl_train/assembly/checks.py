@@ -26,6 +26,7 @@ from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location
 from rl_train.data.images import image_settings
+from rl_train.data.processors import engine_tokenizer
 from rl_train.data.unknown_tokens import WITHOUT_ROWS
 from rl_train.diagnostics.model_files import position_limit, read_model_config, read_model_files
 from rl_train.pools.pool import running_loop
@@ -127,10 +128,9 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
     if given is None or given.eos_token_id is None or given.has_own_weights:
         return
     engine = given.for_policy(policy)
-    own = next((section for _, section in _backend_sections(engine)), engine)
-    trusted = bool(getattr(own, "trust_remote_code", False))
+    trusted = _loading_options(engine).get("trust_remote_code", False)
     model = engine.model_name or policy.model_name
-    tokenizer = find_tokenizer(model, getattr(own, "tokenizer", None) or policy.tokenizer, trust_remote_code=trusted)
+    tokenizer = find_tokenizer(model, engine_tokenizer(engine) or policy.tokenizer, trust_remote_code=trusted)
     read_model_files(model, tokenizer, trust_remote_code=trusted, eos_token_id=given.eos_token_id)
 
 
@@ -287,11 +287,11 @@ def _loading_options(section: Section) -> dict[str, Any]:
 
 
 def _own_lengths(section: Section) -> Iterator[tuple[KeyPath, int]]:
-    """The `max_model_len` that the section of an engine sets."""
-    for key, own in _backend_sections(section):
+    """The `max_model_len` that the section of an engine sets, in itself or in its section `<backend>_cfg`."""
+    for path, own in (((), section), *(((key,), own) for key, own in _backend_sections(section))):
         length = getattr(own, "max_model_len", None)
         if isinstance(length, int):
-            yield (key, "max_model_len"), length
+            yield (*path, "max_model_len"), length
 
 
 def _backend_sections(section: Section) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rl_core.config.policy_sections import PolicyConfig
+from rl_core.config.schema import GenerationConfig, TokenizerConfig
 from rl_core.data.hub import published_file
 from rl_core.data.images import RowImage
 from rl_core.data.tokenizer import decode, load_tokenizer
@@ -428,6 +429,12 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     # For checkpoints: where its files are, and whether they have its template.
     tokenizer.published = name, section.chat_template is None and not section.chat_template_kwargs
     return with_text_settings(tokenizer, policy)
+
+
+def engine_tokenizer(section: GenerationConfig) -> TokenizerConfig | None:
+    """`tokenizer` of the section of an engine, or of its section `<backend>_cfg`; None if neither is set."""
+    sections = (section, *(getattr(section, key) for key in type(section).model_fields if key.endswith("_cfg")))
+    return next((own for each in sections if (own := getattr(each, "tokenizer", None)) is not None), None)
 
 
 def template_of_processor(name: str) -> str | None:
