@@ -72,7 +72,7 @@ class TokenwiseWorker(TokenModel, WeightSink, GenerationWorker, Generic[ConfigT]
         """
 
     def find_tokenizer(self) -> Any:
-        """The model's Transformers tokenizer, which stop strings require; None if there is none."""
+        """The tokenizer that the section names, or the model's, which stop strings require; None if there is none."""
         own = self.config.tokenizer if isinstance(self.config, TokenwiseConfig) else None
         return find_tokenizer(str(self.config.model_name), own or TokenizerConfig())
 
