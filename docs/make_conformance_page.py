@@ -47,8 +47,8 @@ a test file. Kinds with the path `rl_train.testing` below need rl-train.
   `test_rows_are_independent = xfail(reason="...")`, with `from rl_core.testing import xfail`.
 - Policies and engines are compared with a small Llama in the format of Transformers. A backend of another model sets `model` on
   its classes, a `rl_core.testing.ReferenceModel`: it makes weights, writes them for the backend, and computes the logits of a
-  row, with the sizes `VOCABULARY` and `MAX_LENGTH` of `rl_core.testing.reference`. `buffers` names what is saved with the weights, but never
-  trained. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one.
+  row, with the sizes `VOCABULARY` and `MAX_LENGTH` of `rl_core.testing.reference`. `buffers` names what is saved with the
+  weights, but never trained. [examples/plugins/recurrent](../examples/plugins/recurrent/tests/test_conformance.py) has one.
 - Rows with images are tested with a vision-language model of the test class, `picture_model`: a
   `rl_core.testing.PictureModel`, which also makes pictures. `tests/kit_pictures.py` of the repository has one, a Qwen2.5-VL
   of 110,000 parameters.

@@ -27,7 +27,9 @@ def convert(
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="Folder to write; must be new or empty.", show_default=False)
     ],
-    to: Annotated[str, typer.Option("--to", help="Output format: hf, the name of the policy backend for its own, or one that it adds.")] = "hf",
+    to: Annotated[
+        str, typer.Option("--to", help="Output format: hf, the name of the policy backend for its own, or one that it adds.")
+    ] = "hf",
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge LoRA adapters into the base model and write a full model.")
     ] = False,
