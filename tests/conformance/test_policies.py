@@ -4,9 +4,13 @@ import pytest
 import torch
 from kit_pictures import QwenVL
 
+from rl_backends_hf.training.worker import HFPolicyWorker
+from rl_core.backend import DistributedPolicy, PolicyFacts
 from rl_core.config.schema import PolicyConfig
 from rl_core.testing import PolicyConformance, ReferenceModel
-from rl_core.testing.policies import KitLoss, _buffer_hint, make_rows
+from rl_core.testing.comparisons import check_facts
+from rl_core.testing.policies import KitLoss, make_rows
+from rl_core.testing.promises import Found
 from rl_core.testing.reference import VOCABULARY, ReferenceTrainer
 
 
@@ -48,7 +52,16 @@ def test_steps_of_the_reference_leave_buffers_alone_and_out_of_the_gradient_norm
     assert trainer.weights["0.scale"].grad is None
 
 
-def test_a_wrong_number_of_parameters_names_the_weights_that_may_be_buffers():
-    weights = Scaled().make_weights()
-    assert _buffer_hint(weights, 16) == " If 0.scale, 1.scale is a buffer, name it in `buffers` of the reference model."
-    assert _buffer_hint(weights, 8) == _buffer_hint(weights, 0) == ""
+class Loaded(DistributedPolicy):
+    """A policy whose workers have reported these facts."""
+
+    worker_class = HFPolicyWorker
+    facts = {"device": "cpu", "vocab_size": 8, "num_parameters": 10}  # noqa: RUF012
+
+    def __init__(self):
+        pass
+
+
+def test_a_wrong_number_of_parameters_asks_for_buffers():
+    with pytest.raises(Found, match=r"the model of the test 12\. Are all saved buffers in `buffers`"):
+        check_facts(Loaded(), PolicyFacts, num_parameters=12)

@@ -5,7 +5,13 @@ import torch
 
 from rl_core.errors import NotSupportedError
 from rl_train.diagnostics.diagnosis import DiagnosisStatus
-from rl_train.diagnostics.embeddings import check_tied_embeddings, check_token_rows, check_untrained_embeddings, read_embeddings
+from rl_train.diagnostics.embeddings import (
+    check_tied_embeddings,
+    check_token_rows,
+    check_untrained_embeddings,
+    embedding_names,
+    read_embeddings,
+)
 
 EMBEDDINGS = "model.embed_tokens.weight"
 ZERO, STAR, SPACE = 3, 15, 17
@@ -129,6 +135,22 @@ def test_a_policy_without_a_known_embedding_says_what_was_looked_for(policy, mon
     monkeypatch.setattr(made, "prepare_refit_info", lambda: {"model.layers.0.weight": ((4, 4), "float32")})
     with pytest.raises(NotSupportedError, match="embed_tokens, wte"):
         read_embeddings(made, by_reference=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ({"token_emb.emb.weight": (18, 8), "pos_emb.emb.weight": (64, 8), "to_logits.weight": (18, 8)}, (0, 2)),
+        ({"embedding.weight": (18, 8), "layers.weight": (24, 8), "head.weight": (18, 8)}, (0, 2)),
+        ({"tok_embeddings.weight": (18, 8), "layers.weight": (24, 8)}, (0, None)),
+        ({"a_emb.weight": (18, 8), "b_emb.weight": (18, 8)}, (None, None)),
+        ({"tokens.weight": (18, 8), "head.weight": (18, 8)}, (None, None)),
+    ],
+)
+def test_embeddings_of_models_that_transformers_does_not_have_are_found_by_their_rows(shapes, names):
+    manifest = {name: (shape, "float32") for name, shape in shapes.items()}
+    expected = tuple(None if index is None else list(shapes)[index] for index in names)
+    assert embedding_names(manifest, num_tokens=18) == expected
 
 
 def test_a_refit_still_works_after_the_embeddings_were_read(policy):

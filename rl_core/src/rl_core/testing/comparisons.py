@@ -104,8 +104,9 @@ def check_facts(component: Any, spec: type, **expected: int) -> str:
             label = getattr(kind, "__name__", kind)
             raise Found(f"{worker} returns {facts[name]!r} as the fact `{name}`. It must be {label}.") from None
         if facts[name] != expected.get(name, facts[name]):
+            hint = " Are all saved buffers in `buffers` of the ReferenceModel?" if name == "num_parameters" else ""
             raise Found(
-                f"{worker} returns {facts[name]} as the fact `{name}`, and the model of this test has {expected[name]}."
+                f"{worker} returns {facts[name]} as the fact `{name}`, and the model of the test {expected[name]}.{hint}"
             )
     return ", ".join(facts)
 

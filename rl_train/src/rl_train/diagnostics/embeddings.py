@@ -223,11 +223,11 @@ def read_embeddings(policy: ColocatablePolicyInterface, *, by_reference: bool, b
         WeightSyncError: its GPU is not visible to this process.
     """
     manifest = policy.prepare_refit_info() or {}
-    input_name, output_name = _named(manifest, _INPUTS), _named(manifest, _OUTPUTS)
+    input_name, output_name = embedding_names(manifest, num_tokens=getattr(policy, "facts", {}).get("vocab_size"))
     if input_name is None:
         raise NotSupportedError(
             f"None of the policy's {len(manifest)} weights has the name of an input embedding "
-            f"(expected one of: {', '.join(_INPUTS)})."
+            f"(expected one of: {', '.join(_INPUTS)}; or one name with 'emb', of a matrix with a row for each token)."
         )
     wanted = {input_name, output_name} - {None}
     read: dict[str, torch.Tensor] = {}
@@ -246,6 +246,21 @@ def read_embeddings(policy: ColocatablePolicyInterface, *, by_reference: bool, b
         output_name=output_name,
         output=read[output_name] if output_name is not None else None,
     )
+
+
+def embedding_names(manifest: RefitManifest, *, num_tokens: int | None) -> tuple[str | None, str | None]:
+    """Names of input and output embedding: those of Transformers; in other models, the only matrices that can be them.
+
+    Args:
+        manifest: name to (shape, dtype) of each weight.
+        num_tokens: V; None if it is unknown.
+    """
+    of_tokens = [name for name, (shape, _) in manifest.items() if len(shape) == 2 and shape[0] == num_tokens]
+    inputs = [name for name in of_tokens if "emb" in name]
+    input_name = _named(manifest, _INPUTS) or (inputs[0] if len(inputs) == 1 else None)
+    shape = manifest[input_name][0] if input_name is not None else None
+    others = [name for name in of_tokens if name != input_name and manifest[name][0] == shape]
+    return input_name, _named(manifest, _OUTPUTS) or (others[0] if len(others) == 1 else None)
 
 
 def _named(manifest: RefitManifest, modules: tuple[str, ...]) -> str | None:
