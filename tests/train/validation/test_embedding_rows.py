@@ -103,6 +103,7 @@ def test_tying_that_the_config_and_the_weights_agree_on(policy, changed_model):
     tied = read_embeddings(policy(), by_reference=True)
     assert (tied.are_tied, check_tied_embeddings(tied, declared=True).status) == (True, DiagnosisStatus.OK)
     assert check_tied_embeddings(tied, declared=None).status is DiagnosisStatus.OK
+    assert check_tied_embeddings(tied, declared=None).found.startswith("tie_word_embeddings is not set in the model's config")
 
     def untie(tensors):
         tensors["lm_head.weight"] = tensors[EMBEDDINGS] + 1.0

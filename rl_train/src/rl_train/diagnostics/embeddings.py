@@ -106,7 +106,8 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         actual = f"{weights.output_name} is a separate matrix with the same numbers as {weights.input_name}"
     else:
         actual = f"{weights.output_name} is a separate matrix"
-    found = f"tie_word_embeddings is {str(declared).lower()} in the model's config, and {actual}"
+    stated = "not set" if declared is None else str(declared).lower()
+    found = f"tie_word_embeddings is {stated} in the model's config, and {actual}"
     details = {
         "declared": declared,
         "tied": weights.are_tied,
