@@ -293,14 +293,11 @@ def learning(work: Path, tasks: Sequence[str], seeds: Sequence[int], lr: float |
 
 def smollm2_folder(work: Path) -> Path:
     """SmolLM2 as a model folder in bfloat16, because GGUF files cannot be quantized again."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = (work / "smollm2").resolve()
     if not folder.exists():
-        file = Path(model_file())
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+        policy = HuggingFacePolicy(model_file(), precision="bfloat16", max_total_sequence_length=128)
+        policy.save_checkpoint(str(folder))
+        policy.shutdown()
     return folder
 
 
@@ -314,7 +311,7 @@ def main() -> None:
     parser.add_argument("--which", nargs="+", default=None, help="refits of `runs`, or tasks of `learning`")
     parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--lr", type=float, default=None, help="learning rate of `learning` in place of the task's own")
+    parser.add_argument("--lr", type=float, default=None, help="learning rate of `learning`, instead of the task's own")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
