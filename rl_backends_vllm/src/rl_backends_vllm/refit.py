@@ -118,6 +118,7 @@ class VllmWeightReceiver(WeightReceiver):
                 key="policy.generation.lora",
             )
         self._adapter.refuse_unsupported(ranks)
+        self._adapter_forms = {}
         weights = self.expected_weights()
         for layer, rank in ranks.items():
             size_out, size_in = weights[f"{layer}.weight"][0] if f"{layer}.weight" in weights else (0, 0)
@@ -126,7 +127,8 @@ class VllmWeightReceiver(WeightReceiver):
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         """Begin a refit and return the dtypes to send; digests are computed on weights as they are transferred."""
-        self._adapter_forms = {}
+        if not any(name.endswith(LORA_A) for name in info):
+            self._adapter_forms = {}
         receiver_dtypes = super().prepare_refit_info(info)
         self._sent_dtypes = {
             name: dtype for name, (_, dtype) in manifest_to_send(info, receiver_dtypes if self._rounds_to else {}).items()

@@ -40,6 +40,7 @@ def test_frozen_weights_are_sent_once_and_adapters_in_each_refit(transport, tmp_
         assert engine.weight_version == policy.version
         assert_equal(policy, engine)
     assert engine.group.worker.arrived == [everything, ADAPTERS, ADAPTERS, ADAPTERS]
+    assert engine.group.worker.prepared == 1
     if transport is SharedMemoryTransport:  # each tensor begins at a multiple of 64 bytes
         expected = sum(-(-tensor_bytes(shape, dtype) // 64) * 64 for shape, dtype in adapters.values())
         assert metrics["refit/bytes"] == expected

@@ -214,14 +214,16 @@ class AdaptedPolicy(TinyPolicy):
 
 
 class AdaptedEngine(TinyEngine):
-    """Computes with adapters of any layers, and records the names that arrive in each refit."""
+    """Computes with adapters of any layers, and records the names that arrive in each refit, and how often layers are prepared."""
 
     def __init__(self, context, config=None, seed: int = 2, width: int = 8) -> None:
         super().__init__(context, config, seed, width)
         self.arrived: list[set[str]] = []
+        self.prepared = 0
 
     def expect_adapters(self, ranks) -> None:
         add_adapters(self.model, ranks)
+        self.prepared += 1
 
     def refit_begins(self) -> None:
         self.arrived.append(set())

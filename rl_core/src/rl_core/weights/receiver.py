@@ -107,9 +107,10 @@ class WeightReceiver(PrivateNames, ABC):
         Raises:
             WeightSyncError: names or shapes differ (lists all of them), or frozen weights have not arrived.
         """
-        if adapters_in(info):
-            self.expect_adapters(adapter_ranks(info))
         expected = self.expected_weights()
+        if any(name not in expected or expected[name][0] != shape for name, (shape, _) in adapters_in(info).items()):
+            self.expect_adapters(adapter_ranks(info))
+            expected = self.expected_weights()
         if _leaves_out_frozen(info):
             if not self._holds_frozen:
                 raise WeightSyncError("Only adapters are sent, but the frozen weights next to them have not arrived before.")
