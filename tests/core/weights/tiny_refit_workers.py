@@ -214,7 +214,7 @@ class AdaptedPolicy(TinyPolicy):
 
 
 class AdaptedEngine(TinyEngine):
-    """Computes with adapters of any layers, and records the names that arrive in each refit, and how often layers are prepared."""
+    """Computes with adapters of any layers; records the names that arrive in each refit, and how often layers are prepared."""
 
     def __init__(self, context, config=None, seed: int = 2, width: int = 8) -> None:
         super().__init__(context, config, seed, width)
