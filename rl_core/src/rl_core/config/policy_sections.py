@@ -198,7 +198,7 @@ class GenerationConfig(ComponentSection):
     engines that cannot compute digests of the tensors they compute with (vLLM), and done after every refit there."""
     canary_tolerance: float | None = Field(default=None, gt=0.0)
     """Maximum allowed mean difference of those log-probabilities, in nats per token. Defaults to 0.001 if both sides compute in
-    float32; otherwise to 0.1 at the first sync, and then to 1.5 times the error of the first sync."""
+    float32; otherwise to 0.1 at the first sync, and then to 1.5 times the error of the first sync (0.1 with `lora: merged`)."""
 
     lora: Literal["adapter", "merged"] | None = None
     """What a refit sends of a policy that trains low-rank adapters. `adapter` sends the adapters, and the engine computes

@@ -14,6 +14,7 @@ The rule, with e the mean |difference| of log-probabilities per sampled token, i
 - A side rounds to bfloat16 or less: e for equal weights depends on model, kernels and device, so the first sync of a run
   measures it, with `FIRST_TOLERANCE` as the limit. Later syncs may have `MARGIN` times that error (at least
   `LEAST_TOLERANCE`). An engine one optimizer step behind at a learning rate of 1e-5 has more than twice the first error.
+  If adapters are merged, `FIRST_TOLERANCE` is the limit of all syncs: the first one is made before they have an effect.
 - `policy.generation.canary_tolerance` replaces both.
 
 If rollouts are streamed and continue over refits, the canary's rows are streamed over the first refit that changes the weights:
