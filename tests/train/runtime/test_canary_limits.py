@@ -1,4 +1,4 @@
-"""The limit of the canary in runs with adapters: merged ones have no effect at the first sync, which calibrates it otherwise."""
+"""The canary's limit in runs with adapters: merged ones have no effect at the first sync, so it calibrates nothing."""
 
 import json
 from pathlib import Path

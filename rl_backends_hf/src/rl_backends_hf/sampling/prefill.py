@@ -282,10 +282,9 @@ class AttentionLayout:
         """Read the layout from a model's config; None if a layer keeps something else, such as a recurrent state."""
         text = model.config.get_text_config(decoder=True)
         kinds, arguments = layers_of(text)
-        recurrent = {"recurrent"}.intersection(getattr(text, "layers_block_type", ()))  # RecurrentGemma has no `layer_types`
-        unknown = sorted({*kinds, *recurrent} - {_FULL, _SLIDING})
+        recurrent = "recurrent" in getattr(text, "layers_block_type", ())  # RecurrentGemma has no `layer_types`
         windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}
-        if unknown or len(windows) > 1:
+        if recurrent or not {*kinds} <= {_FULL, _SLIDING} or len(windows) > 1:
             return None
         return cls(num_layers=len(kinds), kinds=frozenset(kinds), window=next(iter(windows), None))
 
