@@ -425,13 +425,22 @@ def test_a_checkpoint_of_another_model_or_without_files_is_refused_and_changes_n
     assert all(torch.equal(each, before[name]) for name, each in worker.checkpoint_weights().items())
 
 
-def test_weights_of_other_names_or_shapes_are_named(folder):
+def test_weights_of_other_names_or_shapes_are_named(tmp_path):
     other = Recurrent()
     other.head = nn.Linear(16, VOCABULARY + 1)
-    with pytest.raises(ValueError, match=r"2 of its tensors .* head.bias is \(41,\) instead of \(40,\)"):
-        copy_weights(Recurrent(), other)
-    with pytest.raises(ValueError, match=r"head.bias is absent instead of \(40,\)"):
-        copy_weights(nn.ModuleDict({"head": nn.Linear(1, 40)}), nn.ModuleDict({"head": nn.Linear(1, 40, bias=False)}))
+    with pytest.raises(CheckpointError, match=r"2 tensors .* head.bias is \(41,\) instead of \(40,\)"):
+        copy_weights(Recurrent(), lambda: other, folder=tmp_path)
+    whole, without_bias = (nn.ModuleDict({"head": nn.Linear(1, 40, bias=bias)}) for bias in (True, False))
+    with pytest.raises(CheckpointError, match=r"head.bias is absent instead of \(40,\)"):
+        copy_weights(whole, lambda: without_bias, folder=tmp_path)
+
+
+def test_full_memory_is_not_an_error_of_the_folder_of_weights(tmp_path):
+    def build():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        copy_weights(Recurrent(), build, folder=tmp_path)
 
 
 @pytest.mark.slow

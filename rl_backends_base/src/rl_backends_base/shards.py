@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rl_core.errors import CheckpointError
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,18 +42,24 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
         local(target).copy_(local(value))
 
 
-def copy_weights(target: nn.Module, source: nn.Module) -> None:
-    """Set the parameters and buffers of a module, sharded or not, to those of a whole one.
+def copy_weights(target: nn.Module, build: Callable[[], nn.Module], *, folder: Path) -> None:
+    """Set the parameters and buffers of a module, sharded or not, to those of the whole one that `build` reads from a folder.
 
     Raises:
-        ValueError: their names or shapes differ.
+        CheckpointError: it cannot be read, or names or shapes differ. Full memory is not an error of the folder.
     """
-    own, given = target.state_dict(), source.state_dict()
+    try:
+        given, own = build().state_dict(), target.state_dict()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (OSError, LookupError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{folder} has no weights of this model: {error}") from error
     shapes = [{name: tuple(value.shape) for name, value in each.items() if torch.is_tensor(value)} for each in (own, given)]
     if differing := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
         name, (expected, found) = differing[0], (each.get(differing[0], "absent") for each in shapes)
-        raise ValueError(
-            f"{len(differing)} of its tensors have other names or shapes: {name} is {found} instead of {expected}."
+        raise CheckpointError(
+            f"{folder} has no weights of this model: {len(differing)} tensors have other names or shapes: {name} is {found} "
+            f"instead of {expected}."
         )
     for name in shapes[0]:
         fill(own[name], given[name])

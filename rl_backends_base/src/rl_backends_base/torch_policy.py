@@ -40,7 +40,7 @@ from rl_core.backend import (
     weights_of,
 )
 from rl_core.data.batched_data_dict import to_device
-from rl_core.errors import CheckpointError, InvalidComponentError, NotSupportedError
+from rl_core.errors import InvalidComponentError, NotSupportedError
 from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker_context import explaining_memory, halved
 
@@ -403,9 +403,7 @@ class TorchPolicyWorker(PolicyWorkerBase[ConfigT]):
         """Load what `save_weights` wrote; by default, `build` reads it, with the folder as `config.model_name`."""
         config, self.config = self.config, self.config.model_copy(update={"model_name": str(folder)})
         try:
-            copy_weights(self.model, self.build())
-        except (OSError, LookupError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{folder} has no weights of this model: {error}") from error
+            copy_weights(self.model, self.build, folder=folder)
         finally:
             self.config = config
 
