@@ -53,6 +53,9 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         tokenizer: the other tokenizer.
         name: its import path, for errors.
 
+    Attributes:
+        unnamed: tokens whose name is their number, because their text is a part of a character or that of another token.
+
     Raises:
         DataError: the tokenizer lacks a member, or its ids are outside its vocabulary.
     """
@@ -65,6 +68,7 @@ class AdaptedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         self.tokenizer, self._control = tokenizer, {token: text for text, token in tokenizer.special_tokens.items()}
         self._names = list(_names(tokenizer, self._control))
         self._ids = {text: token for token, text in enumerate(self._names)}
+        self.unnamed = frozenset(token for token, text in enumerate(self._names) if text.startswith(_UNNAMED))
         roles = {role: getattr(tokenizer, f"{role}_id") for role in ("bos_token", "eos_token", "pad_token")}
         super().__init__(
             added_tokens_decoder={

@@ -245,14 +245,15 @@ def rows_of_teacher(rows: Batch, prompts: TeacherPrompts | None) -> TeacherRows:
     return TeacherRows(rows=rows) if prompts is None else prompts.rows_of(rows)
 
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>|token \d+")  # of a vocabulary with bytes, and as `AdaptedTokenizer` names them
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _INCOMPLETE = "\ufffd"
 
 
 def byte_ends(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
     """Number of bytes of the text up to the end of each token, also of tokens that end within a character.
 
-    Such tokens are those of byte-level vocabularies, whose names have a letter for each byte, and `<0x00>` to `<0xFF>`.
+    Such tokens are those of byte-level vocabularies, whose names have a letter for each byte, and `<0x00>` to `<0xFF>`; those
+    of an `AdaptedTokenizer` count as one byte.
     """
     ends, first, complete, size, pending = list[int](), 0, 0, 0, 0
     for number, token in enumerate(token_ids, 1):
@@ -262,7 +263,8 @@ def byte_ends(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
             size, pending, first, complete = size + len(now[len(before) :].encode()), 0, complete, number
         else:
             name = str(tokenizer.convert_ids_to_tokens(token))
-            pending += 1 if _BYTE.fullmatch(name) else len(name)
+            is_byte = token in getattr(tokenizer, "unnamed", ()) or _BYTE.fullmatch(name)
+            pending += 1 if is_byte else len(name)
         ends.append(size + pending)
     return ends
 
