@@ -411,7 +411,7 @@ def _check_embeddings(pair: PolicyAndEngine, plan: PolicyAndEnginePlan, files: M
             status=DiagnosisStatus.WARNING,
             found=f"the policy's embeddings could not be read: {error}",
             why="Whether their rows were trained, and whether they are tied, is unknown.",
-            remedy="Runs do not need this check. Its names are those of Transformers' models."
+            remedy="Runs do not need them; only this check does, which knows the names that Transformers gives to embeddings."
             if isinstance(error, NotSupportedError)
             else "Diagnose on the node where the policy's rank 0 runs.",
         )
