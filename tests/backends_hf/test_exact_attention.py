@@ -84,7 +84,8 @@ def test_a_cap_that_reaches_sdpa_in_another_way_is_refused(parts, model_folder):
 def test_a_state_outside_of_the_cache_and_grouped_norms_are_refused_with_the_family(tmp_path):
     recurrent = transformers.RecurrentGemmaConfig(**SIZES, lru_width=32, attention_window_size=4)
     transformers.RecurrentGemmaForCausalLM(recurrent).save_pretrained(tmp_path / "recurrent")
-    with pytest.raises(WorkerError, match=r"RecurrentGemmaForCausalLM: log-probabilities of sampled tokens differ"):
+    refusal = r"RecurrentGemmaForCausalLM(: log-probabilities of sampled tokens differ| cannot be sampled from)"
+    with pytest.raises(WorkerError, match=refusal):  # from Transformers 5.24, its code fails with this cache
         HuggingFaceGeneration(model_name=str(tmp_path / "recurrent"), max_new_tokens=2).wait_ready()
     sizes = {"num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "hidden_size": 32, "num_hidden_layers": 2}
     for groups in (1, 2):
