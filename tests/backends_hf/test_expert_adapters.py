@@ -708,3 +708,12 @@ def test_products_indexing_and_sums_of_an_adapted_weight_are_those_of_w_plus_s_b
     found = torch.nn.functional.grouped_mm(x, forward, offs=offsets)
     expected = torch.cat([rows @ exact[at] for at, rows in enumerate(x.double().split(counts))])
     torch.testing.assert_close(found, expected, **close)
+
+
+def test_merged_adapters_of_experts_are_not_added_again_in_later_calls(start):
+    worker, ids = start(), torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        adapted = worker.model.model(input_ids=ids).logits
+        worker._adapters.merge_and_unload()
+        # W + s B A is rounded to float32 before the product instead of after it.
+        torch.testing.assert_close(worker.model.model(input_ids=ids).logits, adapted, rtol=0, atol=1e-4)

@@ -2,13 +2,13 @@
 
 In a sampling model, the adapter of a linear layer is added in a forward hook, so the layer keeps its class, its name and any
 faster forward. As in a policy with adapters, their product is computed in their own data type, and the sum is rounded once to
-that of the layer. `AdaptedWeight` does the same for a tensor of experts, in sampling models and in policies.
+that of the layer. `AdaptedWeight` does the same for a tensor of experts, which it replaces in each call of their module, in
+sampling models and in policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -92,8 +92,7 @@ def _add_to_experts(model: nn.Module, name: str, rank: int) -> None:
     if factors is None:
         factors = nn.Module()
         experts.add_module(key + OF_TENSOR, factors)
-        experts.register_forward_pre_hook(partial(_begin, key=key, factors=factors))
-        experts.register_forward_hook(partial(_end, key=key), always_call=True)
+        replace_in_calls(experts, key, partial(_of_factors, experts, key, factors))
     elif len(factors.lora_A.weight) == rank:
         return
     weight = experts.get_parameter(key)
@@ -101,25 +100,25 @@ def _add_to_experts(model: nn.Module, name: str, rank: int) -> None:
     _give_factors(factors, rank, size_in, size_out, weight.device)
 
 
-def _begin(experts: nn.Module, _: object, *, key: str, factors: Any) -> None:
-    weight = experts.get_parameter(key)
-    vars(experts)[key] = AdaptedWeight.of(
-        experts, weight, factors.lora_A.weight, factors.lora_B.weight, scale=factors.lora_scale
-    )
+def _of_factors(experts: nn.Module, key: str, factors: Any) -> AdaptedWeight:
+    adapter = factors.lora_A.weight, factors.lora_B.weight
+    return AdaptedWeight.of(experts, experts.get_parameter(key), *adapter, scale=factors.lora_scale)
 
 
-def _end(experts: nn.Module, *_: object, key: str) -> None:
-    vars(experts).pop(key, None)
+def replace_in_calls(module: nn.Module, key: str, replacement: Callable[[], object | None]) -> None:
+    """Let `module` read what `replacement` returns, unless it is None, where it reads its parameter `key`, which it keeps."""
+    module.register_forward_pre_hook(partial(_begin, key=key, replacement=replacement))
+    module.register_forward_hook(partial(_end, key=key), always_call=True)
 
 
-@contextmanager
-def replaced(module: nn.Module, key: str, value: object) -> Iterator[None]:
-    """While the block runs, `module` reads `value` where it reads its parameter `key`, which it keeps."""
-    vars(module)[key] = value  # Python looks there before torch looks among the parameters.
-    try:
-        yield
-    finally:
-        del vars(module)[key]
+def _begin(module: nn.Module, _: object, *, key: str, replacement: Callable[[], object | None]) -> None:
+    _end(module, key=key)  # of a call that was interrupted
+    if (value := replacement()) is not None:
+        vars(module)[key] = value  # Python looks there before torch looks among the parameters.
+
+
+def _end(module: nn.Module, *_: object, key: str) -> None:
+    vars(module).pop(key, None)
 
 
 def is_transposed(experts: nn.Module) -> bool:

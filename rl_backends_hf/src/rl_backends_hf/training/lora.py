@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_backends_base.adapter_folder import AdapterFolder, check_same_adapter, check_same_tensors
-from rl_backends_base.adapters import AdaptedWeight, replaced
+from rl_backends_base.adapters import AdaptedWeight, replace_in_calls
 from rl_backends_base.checkpoint_names import OF_TENSOR
 from rl_backends_base.shards import placeholders_of_shards, whole
 from rl_backends_hf.lora_targets import expert_targets, experts_hint, lora_targets
@@ -120,7 +120,8 @@ class LoraAdapters:
         self._current_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
         _check_adapted_parameters(adapted, self._layers, model, hint=hint)
         for layer in filter(_is_of_experts, self._layers.values()):
-            layer.forward = partial(_forward_experts, layer)
+            layer.forward = layer.base_layer.__call__  # peft would compute the sum of all experts
+            replace_in_calls(layer.get_base_layer(), _parameter_of(layer), partial(_adapted_in_calls, layer))
         if self._head is not None:
             self._head.float().requires_grad_(True)
 
@@ -177,6 +178,7 @@ class LoraAdapters:
         for layer in self._layers.values():
             weight = layer.get_base_layer().get_parameter(_parameter_of(layer))
             weight.data = self._merged(layer, weight.detach())
+            layer.enable_adapters(False)  # calls of experts would add them again
         self._peft_model.unload()
 
     def save(self, folder: Path, *, rank: int) -> None:
@@ -318,13 +320,10 @@ def _adapted_experts(layer: Any, weight: torch.Tensor) -> AdaptedWeight:
     return AdaptedWeight.of(layer.get_base_layer(), weight, *factors, scale=float(layer.scaling[_NAME]))
 
 
-def _forward_experts(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of a tensor of experts that peft has wrapped; `base_layer` may be the wrapper of another tensor."""
+def _adapted_in_calls(layer: Any) -> AdaptedWeight | None:
     if layer.disable_adapters:
-        return layer.base_layer(*args, **kwargs)
-    experts, key = layer.get_base_layer(), _parameter_of(layer)
-    with replaced(experts, key, _adapted_experts(layer, experts.get_parameter(key))):
-        return layer.base_layer(*args, **kwargs)
+        return None
+    return _adapted_experts(layer, layer.get_base_layer().get_parameter(_parameter_of(layer)))
 
 
 def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel, *, hint: str) -> None:
