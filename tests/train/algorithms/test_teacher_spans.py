@@ -15,8 +15,9 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import encode
 from rl_train.algorithms.losses.config import DistillationLossConfig
 from rl_train.algorithms.losses.distillation import DistillationLossFn
+from rl_train.data.teacher_spans import answer_spans
 from rl_train.launch.train import train
-from rl_train.rollouts.teacher_rows import TeacherRows, answer_spans
+from rl_train.rollouts.teacher_rows import TeacherRows
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ADDITION = EXAMPLES / "addition" / "model"

@@ -17,7 +17,7 @@ from rl_train.checkpoints.published_files import carry_over_tokenizer, tokenizer
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.data.processors import load_policy_tokenizer
 from rl_train.data.special_tokens import decode_answers, guarded
-from rl_train.rollouts.teacher_rows import byte_ends
+from rl_train.data.teacher_spans import byte_ends
 
 END, TURN, THINK, STOP = 256, 257, 258, 259
 

@@ -1,4 +1,4 @@
-"""What an advantage estimator is, statistics of the groups of a batch, and sums over spans of tokens."""
+"""What an advantage estimator is, and statistics of the groups of a batch."""
 
 from __future__ import annotations
 
@@ -103,10 +103,3 @@ def are_equal(lowest: torch.Tensor, highest: torch.Tensor, *, size: torch.Tensor
     """Whether `lowest` and `highest` are equal up to rounding, elementwise; `size` is that of the larger one by default."""
     largest = torch.maximum(highest.abs(), lowest.abs()) if size is None else size
     return (highest - lowest) <= ROUNDING * largest.clamp(min=1.0)
-
-
-def over_spans(values: torch.Tensor, spans: torch.Tensor, *, at: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, T'] sum of `values` [B, T] over each span in `at`, by default `spans`; `spans` [B, T] and `at` are int64."""
-    at = spans if at is None else at
-    sums = values.new_zeros(len(spans), int(max(spans.max(), at.max())) + 1)
-    return sums.scatter_add(1, spans, values).gather(1, at)

@@ -43,7 +43,7 @@ from rl_core.errors import NotSupportedError
 from rl_core.interfaces.policy import LossFunction, LossType
 from rl_train.algorithms.losses.config import DistillationLossConfig
 from rl_train.algorithms.losses.means import bounded_log_ratio, divided_by_shares, sequence_mean, token_mean
-from rl_train.rollouts.advantages import over_spans
+from rl_train.data.teacher_spans import over_spans
 
 TOPK_IDS, TOPK_LOGPROBS = "teacher_topk_token_ids", "teacher_topk_logprobs"
 CANDIDATES = "candidate_logprobs"
