@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 from ray import cloudpickle
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
@@ -34,7 +33,6 @@ class Identity:
     """Identifies a worker process.
 
     Attributes:
-        created: Start time of the process, in seconds since the epoch: with the pid, unique on its host.
         address: Address of its node, for a rendezvous.
         port: A port that is free there.
         stack_file: File that its `daemons.read_stack` output appears in.
@@ -47,7 +45,6 @@ class Identity:
     port: int
     node_id: str
     pid: int
-    created: float
     stack_file: str
     log_file: str
     visible_gpus: str = ""
@@ -93,7 +90,6 @@ class ActorHost:
             port=free_port(),
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            created=psutil.Process().create_time(),
             stack_file=self._stack_file,
             log_file=os.readlink(log) if os.path.islink(log) else "",
             visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),

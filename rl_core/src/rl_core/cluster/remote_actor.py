@@ -26,10 +26,6 @@ _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.
 
 _NOT_STARTED = "If none has room, add a node (`ray start --address=...`). Otherwise its environment is being created."
 
-_CLOCK_S = 2.0
-"""Tolerance when comparing process start times: both are relative to the boot time, which the kernel reports in whole seconds
-and corrects with the clock. Pids are not reused so soon."""
-
 
 def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
     """A reference to the pickled class and its keyword arguments, stored once for all workers."""
@@ -80,6 +76,7 @@ class RemoteActor:
         self.label = label
         self.group = group
         self._identity: Identity | None = None
+        self._process: psutil.Process | None = None
         self._death_seen = False
         self.marker = uuid.uuid4().hex
         self._needs = getattr(getattr(options.get("scheduling_strategy"), "placement_group", None), "bundle_specs", options)
@@ -102,7 +99,11 @@ class RemoteActor:
         """Identifies its process; None before it has started."""
         if self._identity is None and ray.wait([self._identity_ref], timeout=0)[0]:
             with suppress(ray.exceptions.RayError):  # it never started, and `started().result()` says why
-                self._identity = ray.get(self._identity_ref)
+                identity = ray.get(self._identity_ref)
+                if identity.host == gethostname():
+                    with suppress(psutil.NoSuchProcess):
+                        self._process = psutil.Process(identity.pid)
+                self._identity = identity
         return self._identity
 
     def started(self) -> ActorCall:
@@ -142,24 +143,21 @@ class RemoteActor:
                 ray.kill(self._handle, no_restart=True)
                 internal_kv_get_gcs_client().internal_kv_del(self._id.encode(), False, NAMESPACE)
 
-    def local_process(self) -> psutil.Process | None:
-        """The process, if it is alive and on this host."""
-        identity = self.identity
-        if identity is None or identity.host != gethostname():
-            return None
+    def is_running_here(self) -> bool:
+        """Whether the process is alive and on this host."""
+        process = self._process if self.identity is not None else None
         try:
-            process = psutil.Process(identity.pid)
-            is_same_process = abs(process.create_time() - identity.created) < _CLOCK_S
-            return process if is_same_process and process.status() != psutil.STATUS_ZOMBIE else None
+            # `is_running` compares the start since boot, which does not change with the clock, so a reused pid does not count.
+            return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return None
+            return False
 
     def is_alive(self) -> bool:
         """False once the process is gone, or Ray has reported so for a call."""
         if self._death_seen:
             return False
         if self.identity is not None and self.identity.host == gethostname():
-            return self.local_process() is not None
+            return self.is_running_here()
         # The public state API requires the dashboard; this is the table that it reads.
         row = ray_internals.state.actors(self._id)
         return bool(row) and row["State"] != "DEAD"
@@ -200,7 +198,7 @@ def wait_exited(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
     """Wait until killed processes on this host are gone, then kill them directly; other nodes do so themselves."""
     here = [actor for actor in actors if actor.identity is not None and actor.identity.host == gethostname()]
     until = time.monotonic() + timeout_s
-    while not daemons.is_dead() and any(actor.local_process() is not None for actor in here) and time.monotonic() < until:
+    while not daemons.is_dead() and any(actor.is_running_here() for actor in here) and time.monotonic() < until:
         time.sleep(0.02)
     if here:
         # Ray asks a process to exit, but a stopped process does not respond. Its children are killed with it.
