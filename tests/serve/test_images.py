@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import openai
@@ -15,6 +16,7 @@ from starlette.testclient import TestClient
 from tiny_processors import own_processor
 from whole_vlms import part, png, url
 
+import rl_train.data.images
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_core.data.tokenizer import load_tokenizer
@@ -152,6 +154,27 @@ def test_equal_tokens_with_other_pictures_have_other_answers(served):
     assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
     first, second = (each["logprobs"]["content"][0] for each in answers)
     assert abs(first["logprob"] - second["logprob"]) > 1e-3 or first["token"] != second["token"]
+
+
+def test_pictures_of_earlier_turns_are_not_decoded_or_processed_again(served, monkeypatch):
+    client, passes = served[3], {"decoded": 0, "_result": 0}
+
+    def counted(name, call, *arguments):
+        passes[name] += 1
+        return call(*arguments)
+
+    for name in passes:
+        monkeypatch.setattr(rl_train.data.images, name, partial(counted, name, getattr(rl_train.data.images, name)))
+    choices(client, [asked(png(60), png(61))])  # the first row with several pictures asks the processor about them
+    passes.update(dict.fromkeys(passes, 0))
+    messages, sent = [], 0
+    for picture in (png(62), None, png(63), None, png(62)):
+        messages.append(asked(*filter(None, [picture])))
+        sent += sum(each["type"] == "image_url" for message in messages for each in in_parts(message)["content"])
+        [choice] = choices(client, messages)
+        messages.append(choice["message"])
+    assert sent == 9
+    assert passes == {"decoded": 2, "_result": 2}
 
 
 def test_detail_has_no_effect(served):
