@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_core.backend import GenerationFacts
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rl_backends_base import TokenwiseWorker
+from rl_backends_base import DistributedGeneration, TokenwiseWorker
 from rl_backends_base.config import TokenwiseConfig
-from rl_core.backend import BatchedDataDict, DistributedGeneration, GenerationRequest
+from rl_core.backend import BatchedDataDict, GenerationRequest
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.errors import DataError, NonFiniteError, WorkerError
 from rl_core.testing import GenerationConformance, reference

@@ -11,9 +11,8 @@ from ray import cloudpickle
 from simulated_gpu import SimulatedGpu
 from torch import nn
 
-from rl_backends_base import FullyShard, OptimizerChain, TorchPolicyWorker, join_ranks
+from rl_backends_base import DistributedPolicy, FullyShard, OptimizerChain, TorchPolicyWorker, join_ranks
 from rl_backends_base.shards import copy_weights, fill
-from rl_core.backend import DistributedPolicy
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import PolicyConfig
 from rl_core.errors import CheckpointError, InvalidComponentError, NonFiniteError, NotSupportedError

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 
 from rl_backends_base.adapters import AdaptedWeight
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.convert import to_folder
@@ -23,7 +24,6 @@ from rl_backends_hf.generation import HFGenerationWorker
 from rl_backends_hf.planned_memory import PolicyMemory
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import CheckpointError, ConfigError, UserError, WeightSyncError
 from rl_core.interfaces.conversion import Conversion
 from rl_train.config.loader import load_config

@@ -125,7 +125,7 @@ def test_progress_is_read_in_another_thread_while_a_batch_is_sampled_and_changes
         assert torch.equal(output[key], expected[key]), key
 
 
-@pytest.mark.full("core/dispatch/test_streaming.py has replicas on a cluster; e2e/test_runs.py samples on one")
+@pytest.mark.full("backends_base/dispatch/test_streaming.py has replicas on a cluster; e2e/test_runs.py samples on one")
 def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder, local_ray):
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 

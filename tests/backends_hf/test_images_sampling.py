@@ -10,10 +10,10 @@ import torch
 from policy_cases import NLL
 from tiny_vlms import FAMILIES, PLACEHOLDER, batch, plain, plain_logprobs, row, words
 
+from rl_backends_base.replica_rows import prompt_keys
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.replica_rows import prompt_keys
 from rl_core.errors import NotSupportedError, WorkerError
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer

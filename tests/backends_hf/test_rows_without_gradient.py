@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_backends_base.replica_rows import TrainingRows
 from rl_backends_hf import HuggingFacePolicy
-from rl_core.dispatch.replica_rows import TrainingRows
 from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn
 
 FORMS = {

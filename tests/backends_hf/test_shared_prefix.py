@@ -320,7 +320,7 @@ def test_ten_steps_agree(parts, model_folder):
 def test_a_batch_that_would_not_profit_and_one_without_prompt_ids_are_computed_as_rows(
     parts, model_folder, caplog, own_messages
 ):
-    caplog.set_level("INFO", logger="rl_core")
+    caplog.set_level("INFO", logger="rl_backends_base")
     policy = start(model_folder("llama"), parts, True)
     rows = make_rows(parts)
     rows["prompt_id"] = torch.arange(16)

@@ -420,7 +420,7 @@ def cluster(local_ray):
         yield made
 
 
-@pytest.mark.full("core/dispatch/test_streaming.py has two replicas; test_replicas.py has vLLM over Ray")
+@pytest.mark.full("backends_base/dispatch/test_streaming.py has two replicas; test_replicas.py has vLLM over Ray")
 @pytest.mark.slow
 def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plain, trained):
     new_model, segments = trained.change(), shared_memory()

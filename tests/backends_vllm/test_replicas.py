@@ -155,7 +155,9 @@ def assert_nothing_is_left(held, pids, processes):
     assert not [process for process in processes if lives(process)]
 
 
-@pytest.mark.full("core/dispatch/test_revival.py replaces dead replicas; test_device.py removes what dead processes have left")
+@pytest.mark.full(
+    "backends_base/dispatch/test_revival.py replaces dead replicas; test_device.py removes what dead processes have left"
+)
 @pytest.mark.parametrize("killed", ["one of vLLM's processes", "all at once"])
 def test_a_tensor_parallel_replica_that_is_killed_is_replaced_and_leaves_nothing(path, cluster, killed):
     engine = VllmGeneration(cluster, section(path, tensor_parallel_size=2, load_format="auto"))
@@ -177,7 +179,9 @@ def test_a_tensor_parallel_replica_that_is_killed_is_replaced_and_leaves_nothing
     assert_nothing_is_left(held, pids, [*first, *second])
 
 
-@pytest.mark.full("core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill workers in the same places")
+@pytest.mark.full(
+    "backends_base/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill workers in the same places"
+)
 def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing_is_lost(path, cluster):
     policy, engine = make_policy(path, cluster), VllmGeneration(cluster, section(path))
     assert engine.group.world_size == 2

@@ -2,9 +2,9 @@
 
 from kit_pictures import QwenVL
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation import HFGenerationWorker
-from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import TransportDeclinedError
 from rl_core.testing import GenerationConformance
 from rl_core.testing.reference import Llama, ReferenceSender

@@ -4,8 +4,9 @@ import pytest
 import torch
 from kit_pictures import QwenVL
 
+from rl_backends_base import DistributedPolicy
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.backend import DistributedPolicy, PolicyFacts
+from rl_core.backend import PolicyFacts
 from rl_core.config.schema import PolicyConfig
 from rl_core.testing import PolicyConformance, ReferenceModel
 from rl_core.testing.comparisons import check_facts

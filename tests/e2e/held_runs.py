@@ -28,7 +28,7 @@ TRAPPED = textwrap.dedent(
             return False
 
     if "rl_train.launch.train" in sys.modules:  # the driver
-        from rl_core.dispatch.policy import DistributedPolicy
+        from rl_backends_base.distributed_policy import DistributedPolicy
         from rl_train.checkpoints import store
         from rl_train.rollouts.evaluation import Evaluation
         from rl_train.weight_sync.sender import WeightSender

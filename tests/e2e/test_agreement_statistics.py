@@ -126,7 +126,7 @@ def restarted_engine(folder):
         "from pathlib import Path\n"
         "from rl_backends_hf.config import HFGenerationConfig\n"
         "from rl_backends_hf.generation import HFGenerationWorker\n"
-        "from rl_core.dispatch.generation import DistributedGeneration\n\n\n"
+        "from rl_backends_base.distributed_generation import DistributedGeneration\n\n\n"
         "class Worker(HFGenerationWorker):\n"
         "    def generate(self, data, *, greedy=False):\n"
         f"        died = Path({str(folder / 'died')!r})\n"

@@ -55,7 +55,7 @@ TRAP = textwrap.dedent(
             return add(base_url, api_key, model, messages, metadata)
 
     if "rl_train.launch.train" in sys.modules:  # the driver
-        from rl_core.dispatch.policy import DistributedPolicy
+        from rl_backends_base.distributed_policy import DistributedPolicy
         from rl_train.checkpoints import store
         from rl_train.weight_sync.sender import WeightSender
         from rl_train.weight_sync.synchronizer import WeightSynchronizer

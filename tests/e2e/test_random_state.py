@@ -12,9 +12,9 @@ import torch
 from e2e_runs import MODEL, TINY, merged, reproducible_metrics_of
 from ray import cloudpickle
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation import HFGenerationWorker
-from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.evaluation.evaluate import plan_evaluation
 from rl_train.launch.train import train

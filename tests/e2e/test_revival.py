@@ -74,7 +74,8 @@ def assert_nothing_is_left_of(run, folder):
 
 
 @pytest.mark.full(
-    "core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run around them"
+    "backends_base/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run "
+    "around them"
 )
 def test_a_run_whose_generation_workers_are_killed_takes_the_steps_of_an_undisturbed_one(train, tmp_path):
     undisturbed = train(TWO_RANKS, folder=tmp_path / "undisturbed")
@@ -110,7 +111,7 @@ GUESS = {
 }
 
 
-@pytest.mark.full("core/dispatch/test_revival.py restarts a replica with rows in progress without a run around it")
+@pytest.mark.full("backends_base/dispatch/test_revival.py restarts a replica with rows in progress without a run around it")
 def test_a_replica_that_is_killed_between_turns_does_not_change_the_rollouts(train, tmp_path):
     changes = {**GUESS, "cluster": {"workers_per_node": 2}, "grpo": {"max_num_steps": 2}}
     undisturbed = train(changes, folder=tmp_path / "undisturbed")
@@ -128,7 +129,8 @@ def test_a_replica_that_is_killed_between_turns_does_not_change_the_rollouts(tra
 
 
 @pytest.mark.full(
-    "core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run around them"
+    "backends_base/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill the same workers without a run "
+    "around them"
 )
 def test_a_run_without_restarts_stops_and_resumes_from_its_checkpoint(train, tmp_path):
     mortal(tmp_path, "generate-6-0")

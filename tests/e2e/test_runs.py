@@ -142,7 +142,7 @@ def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path
     changes = {"grpo": {"max_num_steps": 3}}
     code, output = train_here({**changes, **IN_PROCESS}, folder=tmp_path / "one")
     assert code == 0, output
-    one_engine = {"policy": {"generation": {"num_workers": 1}}}  # core/dispatch proves that replicas sample the same rows
+    one_engine = {"policy": {"generation": {"num_workers": 1}}}  # backends_base proves that replicas sample the same rows
     code, output = train_here({**changes, **one_engine, "cluster": {"workers_per_node": 2}}, folder=tmp_path / "two")
     assert code == 0, output
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")

@@ -58,10 +58,10 @@ def test_every_distribution_is_typed_and_has_a_readme(package):
     assert len((ROOT / package / "README.md").read_text().splitlines()) > 5
 
 
-def test_rl_core_has_fewer_than_15000_lines():
+def test_rl_core_has_at_most_14000_lines():
     """It has only what backends and environments are written against; what only the runtime uses belongs to rl_train."""
     modules = [path for path in tracked("rl_core/src/**/*.py") if "testing" not in path.parts]
-    assert sum(len(path.read_text().splitlines()) for path in modules) < 15_000
+    assert sum(len(path.read_text().splitlines()) for path in modules) <= 14_000
 
 
 def test_tokens_become_text_in_one_module():

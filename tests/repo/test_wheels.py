@@ -249,7 +249,7 @@ ACME = {
         [project]
         name = "rl-backends-acme"
         version = "2.1"
-        dependencies = ["rl-core"]
+        dependencies = ["rl-backends-base"]
 
         [project.entry-points."rl_core.plugins"]
         acme = "rl_backends_acme.plugin"
@@ -264,8 +264,8 @@ ACME = {
             return [Component("acme", target="rl_backends_acme.policy:AcmePolicy", summary="A policy of Acme")]
     """,
     "src/rl_backends_acme/policy.py": """
+        from rl_backends_base import DistributedPolicy
         from rl_core.data import BatchedDataDict
-        from rl_core.dispatch.policy import DistributedPolicy
         from rl_core.interfaces import PolicyInterface
         from rl_core.weights.source import WeightSource
 
@@ -285,7 +285,7 @@ assert not any(name.partition(".")[0] in ("rl_train", "rlcore_cli", "rl_envs", "
 
 
 @pytest.mark.slow
-def test_a_third_party_backend_needs_rl_core_and_none_of_our_other_distributions(tmp_path, dist, third_party):
+def test_a_third_party_backend_needs_the_core_and_the_base_of_backends_alone(tmp_path, dist, third_party):
     for name, text in ACME.items():
         (tmp_path / "acme" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "acme" / name).write_text(textwrap.dedent(text))
@@ -293,7 +293,8 @@ def test_a_third_party_backend_needs_rl_core_and_none_of_our_other_distributions
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", wheels, tmp_path / "acme"]
     done = subprocess.run(build, capture_output=True, text=True, check=False, env=clean_variables())
     assert done.returncode == 0, done.stdout + done.stderr
-    shutil.copy(next(dist.glob("rl_core-*.whl")), wheels)
+    for name in ("rl_core", "rl_backends_base"):
+        shutil.copy(next(dist.glob(f"{name}-*.whl")), wheels)
     python = install(tmp_path / "env", "rl-backends-acme", wheels, third_party)
     listed = run(python, tmp_path, "-m", "rl_core.plugins")
     assert listed.returncode == 0, listed.stderr

@@ -17,7 +17,9 @@ from rl_serve.serving import create_app
 from rl_train.launch.train import train
 
 pytestmark = [
-    pytest.mark.full("trains and starts workers over Ray; test_dead_replicas.py and core/dispatch have restarts of replicas"),
+    pytest.mark.full(
+        "trains and starts workers over Ray; test_dead_replicas.py and backends_base/dispatch have restarts of replicas"
+    ),
     pytest.mark.usefixtures("local_ray"),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"

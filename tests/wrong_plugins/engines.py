@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation import HFGenerationWorker
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.backend import weights_of
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.interfaces import GenerationInterface
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rl_backends_base.data_only import read_trainer_file as read_trainer_file
     from rl_backends_base.data_only import reason_of as reason_of
     from rl_backends_base.data_only import write_error as write_error
+    from rl_backends_base.distributed_generation import DistributedGeneration as DistributedGeneration
+    from rl_backends_base.distributed_policy import DistributedPolicy as DistributedPolicy
     from rl_backends_base.engine_worker import TokenwiseWorker as TokenwiseWorker
     from rl_backends_base.microbatches import MicrobatchRows as MicrobatchRows
     from rl_backends_base.microbatches import MicrobatchSplitter as MicrobatchSplitter

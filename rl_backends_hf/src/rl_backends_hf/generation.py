@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_backends_base import CheckpointNames, SamplingParameters, TokenwiseWorker
+from rl_backends_base import CheckpointNames, DistributedGeneration, SamplingParameters, TokenwiseWorker
 from rl_backends_hf.config import HFGenerationConfig, generation_advice
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.pictures import reads_images
 from rl_backends_hf.quantized import is_quantized
 from rl_backends_hf.sampling.sampler import SlotRows, probe_sampling
-from rl_core.backend import (
-    DistributedGeneration,
-    GenerationFacts,
-    RefitManifest,
-    find_tokenizer,
-    section_from_keywords,
-    weights_of,
-)
+from rl_core.backend import GenerationFacts, RefitManifest, find_tokenizer, section_from_keywords, weights_of
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.errors import NotSupportedError
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends_base import DistributedPolicy
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.backend import DistributedPolicy, section_from_keywords
+from rl_core.backend import section_from_keywords
 from rl_core.config.schema import DeadlineConfig
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends_base import DistributedPolicy
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig, check_compatibility
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
@@ -16,7 +17,6 @@ from rl_backends_megatron.worker import MegatronPolicyWorker
 from rl_core.backend import (
     ROW_KEYS,
     BatchedDataDict,
-    DistributedPolicy,
     pad_rows_to_multiple,
     refuse_other_head,
     section_from_keywords,

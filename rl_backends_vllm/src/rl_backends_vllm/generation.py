@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rl_backends_base import DistributedGeneration
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
 from rl_backends_vllm.shm_cleanup import remove_stale_folders
 from rl_backends_vllm.worker import VllmGenerationWorker
-from rl_core.backend import DistributedGeneration, section_from_keywords
+from rl_core.backend import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 A backend consists of a config model, a worker and a facade. The facade is what a run constructs. It starts one worker per rank,
 in this process or on a cluster, and does what is the same for all backends: sharding, dispatch, timeouts, restarts. The package
-`rl_backends_base` has workers that lack only the model. See docs/api/backend.md for the arguments of a facade, the facts of a
-worker, and how weights arrive.
+`rl_backends_base` has facades, and workers that lack only the model. See docs/api/backend.md for the arguments of a facade, the
+facts of a worker, and how weights arrive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from rl_core.data.loaded_model import exact_attention as exact_attention
 from rl_core.data.loaded_model import refuse_other_head as refuse_other_head
 from rl_core.data.loaded_model import report_as_error as report_as_error
 from rl_core.data.tokenizer import find_tokenizer as find_tokenizer
-from rl_core.dispatch.generation import DistributedGeneration as DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy as DistributedPolicy
-from rl_core.dispatch.replica_rows import ROW_KEYS as ROW_KEYS
-from rl_core.dispatch.replica_rows import pad_rows_to_multiple as pad_rows_to_multiple
-from rl_core.dispatch.replica_rows import select_columns as select_columns
-from rl_core.dispatch.streaming import TextGeneration as TextGeneration
+from rl_core.dispatch.rows import ROW_KEYS as ROW_KEYS
+from rl_core.dispatch.rows import pad_rows_to_multiple as pad_rows_to_multiple
+from rl_core.dispatch.rows import select_columns as select_columns
+from rl_core.dispatch.text_generation import TextGeneration as TextGeneration
 from rl_core.first_use import import_on_first_use
 from rl_core.interfaces.policy import RefitManifest as RefitManifest
 from rl_core.interfaces.worker import GenerationFacts as GenerationFacts

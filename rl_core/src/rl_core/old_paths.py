@@ -19,6 +19,8 @@ NEW_PATHS: Final = {
     "rl_core.data.bin_packing": "rl_core.data.row_planner",
     "rl_core.data.conversation_tokens": "rl_core.data.tokenizer",
     "rl_core.data.padding": "rl_core.data.shared_prefix",
+    "rl_core.dispatch.generation": "rl_backends_base.distributed_generation",
+    "rl_core.dispatch.policy": "rl_backends_base.distributed_policy",
     "rl_core.interfaces.dataset": "rl_core.interfaces.records",
     "rl_core.interfaces.loss": "rl_core.interfaces.policy",
     "rl_core.interfaces.messages": "rl_core.interfaces.records",
@@ -49,9 +51,10 @@ NEW_PATHS: Final = {
 """Old module to new module."""
 NEW_NAMES: Final = {
     "rl_core.backend": {
-        "rl_backends_base": "CheckpointNames DAMAGE_ERRORS TRAINER_FILE DataOnlyBytes DataOnlyReader MicrobatchSplitter "
-        "OptimizerSettings PolicyWorkerBase build_scheduler call_named first_non_finite_loss non_finite_step_error "
-        "read_metadata read_state_file read_trainer_file reason_of reduce_metrics scored_tokens write_error"
+        "rl_backends_base": "CheckpointNames DAMAGE_ERRORS TRAINER_FILE DataOnlyBytes DataOnlyReader "
+        "DistributedGeneration DistributedPolicy MicrobatchSplitter OptimizerSettings PolicyWorkerBase build_scheduler "
+        "call_named first_non_finite_loss non_finite_step_error read_metadata read_state_file read_trainer_file reason_of "
+        "reduce_metrics scored_tokens write_error"
     },
     "rl_core.plugins.component": {"rl_core.plugins.requirements": "check_one_of check_requirements unmet_needs version_of"},
     "rl_core.interfaces": {"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"},

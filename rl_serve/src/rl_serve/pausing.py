@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.dispatch.facades import GenerationFacade
 from rl_core.errors import UserError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.worker import GenerationWorker
@@ -180,7 +180,7 @@ def read_engine_state(generation: GenerationInterface, death: Exception | None =
         generation: the engine.
         death: the exit of a process of the engine, if its last request failed with it.
     """
-    if not isinstance(generation, DistributedGeneration):
+    if not isinstance(generation, GenerationFacade):
         return EngineState(status="ok") if death is None else EngineState(status="engine failed", reason=str(death))
     _check_processes(generation)
     alive = generation.group.workers_alive()
@@ -207,7 +207,7 @@ def read_engine_state(generation: GenerationInterface, death: Exception | None =
     )
 
 
-def _check_processes(generation: DistributedGeneration) -> None:
+def _check_processes(generation: GenerationFacade) -> None:
     """Let the replicas check the processes of their engines: the group counts a replica that misses one as dead."""
     default = GenerationWorker.check_processes
     if getattr(generation.worker_class, "check_processes", default) is default:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.process_seed import seed_process
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.facades import PolicyFacade
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface, LossFunction, ValueInterface
 from rl_train.checkpoints.state import Checkpoints, Stateful
@@ -110,7 +110,7 @@ class Run:
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks of the policy, which has its own placement if it was created in Python."""
-        if isinstance(self.policy, DistributedPolicy):
+        if isinstance(self.policy, PolicyFacade):
             return self.policy.data_ranks
         return self.config.policy.data_ranks(self.config.cluster)
 

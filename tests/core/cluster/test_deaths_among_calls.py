@@ -8,9 +8,9 @@ import signal
 import pytest
 from cluster_workers import Worker
 
+from rl_backends_base.distributed_generation import WorkerRestarter
 from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup, worker_group
 from rl_core.cluster.remote_actor import RemoteActor
-from rl_core.dispatch.generation import WorkerRestarter
 from rl_core.errors import UserError, WorkerDiedError, WorkerError
 from rl_train.weight_sync.synchronizer import wait_together
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_backends_base import PolicyWorkerBase
-from rl_core.backend import DistributedGeneration, WeightSink
+from rl_backends_base import DistributedGeneration, PolicyWorkerBase
+from rl_core.backend import WeightSink
 from rl_core.environments import ScorerEnvironment
 from rl_core.errors import ComponentImportError, InvalidComponentError
 from rl_core.plugins.component import Component
@@ -15,7 +15,7 @@ from rl_core.plugins.component import Component
         (PolicyWorkerBase, "_score", "rl_backends_base.policy_worker.PolicyWorkerBase"),
         (PolicyWorkerBase, "_open_refit", "rl_core.weights.source.WeightSource"),
         (WeightSink, "_segments", "rl_core.weights.receiver.WeightReceiver"),
-        (DistributedGeneration, "_completions", "rl_core.dispatch.streaming.TextGeneration"),
+        (DistributedGeneration, "_completions", "rl_core.dispatch.text_generation.TextGeneration"),
         (ScorerEnvironment, "_score_row", "rl_core.environments.scorer.ScorerEnvironment"),
     ],
 )

@@ -20,10 +20,10 @@ from tiny_refit_workers import (
     TinyPolicy,
 )
 
+from rl_backends_base.distributed_generation import DistributedGeneration
+from rl_backends_base.distributed_policy import DistributedPolicy
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig, PolicyConfig
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WeightSyncError, WorkerDiedError
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, wait_together

@@ -16,10 +16,10 @@ from ray import cloudpickle
 from shared_segments import segments_of
 from tiny_refit_workers import AdaptedEngine, AdaptedPolicy, TinyEngine, TinyPolicy
 
+from rl_backends_base.distributed_generation import DistributedGeneration
+from rl_backends_base.distributed_policy import DistributedPolicy
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig, PolicyConfig
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WorkerDiedError
 from rl_core.weights.adapters import adapters_in
 from rl_core.weights.shared_memory import sweep
@@ -298,7 +298,7 @@ def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(
         patch.setattr(engine._restarter, "_max_restarts", limit)
         (deaths / "load_weights-1").write_text("2")
         pids = engine.group.pids()
-        with caplog.at_level(logging.WARNING, "rl_core"):
+        with caplog.at_level(logging.WARNING, "rl_backends_base"):
             sync.sync()
         assert (
             f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {pids[1]} exited; restarting it" in caplog.text

@@ -21,9 +21,9 @@ from tiny_refit_workers import (
     TinyPolicy,
 )
 
+from rl_backends_base.distributed_generation import DistributedGeneration
+from rl_backends_base.distributed_policy import DistributedPolicy
 from rl_core.config.schema import GenerationConfig, PolicyConfig
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import (
     BrokenPromiseError,
     DeadlineExceededError,

@@ -12,8 +12,8 @@ import pytest
 from counting_workers import ALGORITHMS, record
 from memory_ledger import GPU, Layout, Model
 
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_backends_base.distributed_generation import DistributedGeneration
+from rl_backends_base.distributed_policy import DistributedPolicy
 from rl_core.errors import RLCoreError
 from rl_train.run import Run
 from rl_train.weight_sync.device_memory import DeviceMemory

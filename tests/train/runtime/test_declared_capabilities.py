@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_core.backend import DistributedGeneration, DistributedPolicy, GenerationWorker, PolicyWorker
+from rl_backends_base import DistributedGeneration, DistributedPolicy
+from rl_core.backend import GenerationWorker, PolicyWorker
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 from rl_train.launch.session import _logging_to
 
 
-@pytest.mark.parametrize("name", ["rlcore", "rl_core.dispatch.generation", "rl_train.pools.actor_pool"])
+@pytest.mark.parametrize("name", ["rlcore", "rl_backends_base.distributed_generation", "rl_train.pools.actor_pool"])
 def test_warnings_are_printed_and_all_messages_are_in_the_log_without_secrets(name, tmp_path, capsys):
     logger = logging.getLogger(name)
     with _logging_to(tmp_path, lambda text: text.replace("abc123", "***")):

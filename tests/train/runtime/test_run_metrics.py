@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_backends_base.distributed_policy import DistributedPolicy
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.dispatch.policy import DistributedPolicy
 from rl_train.metrics.logger import Logger
 from rl_train.run import Run
 

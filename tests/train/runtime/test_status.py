@@ -14,9 +14,9 @@ import psutil
 import pytest
 from ray import cloudpickle
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig
-from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import DataError, NonFiniteError, RLCoreError
 from rl_train.errors import RunInterrupted
 from rl_train.launch.train import train

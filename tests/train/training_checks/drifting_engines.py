@@ -2,9 +2,9 @@
 
 import torch
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation import HFGenerationWorker
-from rl_core.dispatch.generation import DistributedGeneration
 
 CAPABILITIES = ("in_process", "top_p", "top_k", "async_rows", "shared_memory", "held_weight_digests")
 

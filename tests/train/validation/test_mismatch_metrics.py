@@ -10,7 +10,7 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import ClippedPGLossFn
 
-FULL = pytest.mark.full("core/dispatch/test_facades.py combines the metrics of ranks")
+FULL = pytest.mark.full("backends_base/dispatch/test_facades.py combines the metrics of ranks")
 
 
 @pytest.fixture(params=["in this process", pytest.param("over two ranks", marks=[pytest.mark.ray, FULL])])

@@ -1,8 +1,8 @@
 """What all policies here have in common: the Transformers policy with another worker."""
 
+from rl_backends_base.distributed_policy import DistributedPolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.policy import LossFunction
 
 

@@ -117,9 +117,7 @@ class Validator:
     def _missing(self, field: Field | None, path: KeyPath) -> None:
         message = "is required."
         if field is not None:
-            # The first sentence, because docstrings are wrapped within sentences.
-            doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
-            message += f" {doc}." if doc else ""
+            message += f" {field.summary.rstrip('.')}." if field.summary else ""
             message += f" Allowed: {field.allowed}." if field.allowed != "text" else ""
         self.problems.add(message, location=self.written.nearest(path[:-1]).key_location, path=path, is_missing=True)
 

@@ -1,1 +1,1 @@
-"""Policies, generation and environments spread over the ranks of a worker group; written once for all backends."""
+"""Policies and engines over their workers: the calls that go to all of them, and the rows that these receive."""

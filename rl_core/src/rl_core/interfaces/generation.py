@@ -49,7 +49,7 @@ class GenerationDatumSpec(TypedDict):
     """Images of each row; engines whose facts do not have `images` refuse them."""
     messages: NotRequired[list[list[Message]]]
     """The conversation of each row. Engines with `reads_messages` read it; all others read `input_ids`. Without `input_ids`,
-    the backends of `rl_core.dispatch` render it with their tokenizer, and return it with the completion as a new message."""
+    those with `TextGeneration` render it with their tokenizer, and return it with the completion as a new message."""
 
 
 class GenerationOutputSpec(TypedDict):

@@ -1,7 +1,7 @@
 """Workers, which backend authors write: one rank of a policy or of a generation engine; torch, no Ray.
 
-The facades in `rl_core.dispatch` turn a group of workers into a `PolicyInterface` or a `GenerationInterface`: they
-shard over the data axis, dispatch, restore the row order, enforce deadlines and name workers that failed. A worker takes
+`DistributedPolicy` and `DistributedGeneration` turn a group of workers into a policy or an engine: they shard over the data
+axis, dispatch, restore the row order, enforce deadlines and name workers that failed. A worker takes
 (`context`: `rl_core.interfaces.worker_context.WorkerContext`, `config`: its section's model) and loads nothing before
 `setup`.
 """

@@ -12,7 +12,7 @@ import torch
 from rl_core.config.section import Section
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import SCHEMA
-from rl_core.dispatch.replica_rows import global_counts
+from rl_core.dispatch.rows import global_counts
 from rl_core.interfaces.policy import LossFunction
 from rl_core.plugins.component import Kind
 from rl_core.testing.comparisons import check_unchanged, section_of

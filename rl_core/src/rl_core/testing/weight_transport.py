@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.facades import GenerationFacade, PolicyFacade
 from rl_core.errors import DeadlineExceededError
 from rl_core.interfaces.policy import TransportContext, WeightTransport
 from rl_core.plugins.component import Kind, capability_problem, is_path
@@ -89,10 +88,33 @@ class EngineEnd(WeightSink):
         self.leave_refit()
 
 
+class _Policy(PolicyFacade):
+    """Calls its workers only for refits."""
+
+    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def get_values(self, data: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Engine(GenerationFacade):
+    """Calls its workers only for refits."""
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        raise NotImplementedError
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
 class _Subject:
     """Both ends, and the bytes that one of them has written and the other not yet loaded."""
 
-    def __init__(self, policy: DistributedPolicy, engine: DistributedGeneration, transport: type[WeightTransport]) -> None:
+    def __init__(self, policy: PolicyFacade, engine: GenerationFacade, transport: type[WeightTransport]) -> None:
         self.policy, self.engine, self.transport = policy, engine, transport
         self.dtypes: Mapping[str, str] = {}
         self.version, self.in_transit, self.most = 0, 0, 0
@@ -139,9 +161,9 @@ class WeightTransportConformance(Conformance[_Subject]):
         cluster = None if "by_reference" in chosen.requires else cls.cluster(needs_ray="collective" in chosen.requires)
         sections = PolicyConfig(backend="kit", model_name="kit"), GenerationConfig(backend="kit")
         engine_end, workers = cast("Any", EngineEnd), 1 if cluster is None else 2
-        policy = DistributedPolicy(worker_class=PolicyEnd, config=sections[0], cluster=cluster)
+        policy = _Policy(worker_class=PolicyEnd, config=sections[0], cluster=cluster)
         cls._exits.callback(policy.shutdown)
-        engine = DistributedGeneration(worker_class=engine_end, config=sections[1], cluster=cluster, num_workers=workers)
+        engine = _Engine(worker_class=engine_end, config=sections[1], cluster=cluster, num_workers=workers)
         cls._exits.callback(engine.shutdown)
         return _Subject(policy, engine, chosen)
 

@@ -14,7 +14,7 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.diagnostics import dotted
 from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.facades import PolicyFacade
 from rl_core.dispatch.worker_facade import WorkerFacade, local_device
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
@@ -44,11 +44,11 @@ class Workers:
     policy: ColocatablePolicyInterface
     generation: GenerationInterface | None = None
     environments: Mapping[str, EnvironmentInterface] = field(default_factory=dict)
-    companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
+    companions: Mapping[str, PolicyFacade] = field(default_factory=dict)
     """The companion models, by section; those of several tasks may be one model."""
 
     @property
-    def companion_models(self) -> tuple[DistributedPolicy, ...]:
+    def companion_models(self) -> tuple[PolicyFacade, ...]:
         """The companion models, each once."""
         return tuple(dict.fromkeys(self.companions.values()))
 
@@ -158,7 +158,7 @@ class Builder:
         policy: ColocatablePolicyInterface = self._model("policy.backend", with_schedule_lengths(self.run).policy)
         return policy
 
-    def companions(self) -> dict[str, DistributedPolicy]:
+    def companions(self) -> dict[str, PolicyFacade]:
         """The companion models, by section; they load in the background. Equal sections share a model.
 
         They score tokens at the policy's temperature.

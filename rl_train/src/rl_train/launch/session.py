@@ -118,7 +118,7 @@ class StopSignals:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
-_OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
+_OWN_LOGGERS = ("rlcore", "rl_core", "rl_backends_base", "rl_train")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import SETS, SampledSets, joined_sets
 from rl_core.data.images import RowImage, prompt_identity
 from rl_core.data.schema import pad_value
-from rl_core.dispatch.replica_rows import padding_rows
+from rl_core.dispatch.rows import padding_rows
 from rl_core.errors import UserError
 from rl_core.interfaces.records import MESSAGE_KEYS, Message, Observation, ToolSpec, messages_of
 from rl_train.data.messages import images_of

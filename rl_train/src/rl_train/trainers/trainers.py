@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.config.schema import EnvironmentConfig, PolicyConfig
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.facades import PolicyFacade
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -102,8 +102,8 @@ class Trainer:
         config: AlgorithmConfig | Mapping[str, Any] | None = None,
         loss_fn: LossFunction | LossConfig | Mapping[str, Any] | None = None,
         generation: GenerationInterface | None = None,
-        value: DistributedPolicy | None = None,
-        teacher: DistributedPolicy | Mapping[str, DistributedPolicy] | None = None,
+        value: PolicyFacade | None = None,
+        teacher: PolicyFacade | Mapping[str, PolicyFacade] | None = None,
         environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
         reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | None = None,
         reward_weights: Mapping[str, float] | None = None,
@@ -232,7 +232,7 @@ class Trainer:
         for component in components:
             if not (isinstance(component, WorkerFacade) and component.is_in_process):
                 continue
-            if isinstance(component, DistributedPolicy) and component.weight_version > 0:
+            if isinstance(component, PolicyFacade) and component.weight_version > 0:
                 raise ConfigError(
                     f"{component.config.model_name} was trained in this process, and moving it to the cluster would lose its "
                     "training. Create it with `cluster=...`, or save a checkpoint and create it from that."
@@ -334,7 +334,7 @@ def _section_of_loss(loss_fn: LossFunction) -> LossConfig:
     return section if isinstance(section, LossConfig) else LossConfig()
 
 
-def _companion_section(model: DistributedPolicy | None) -> PolicyConfig | None:
+def _companion_section(model: PolicyFacade | None) -> PolicyConfig | None:
     """The section of a companion model, without `generation`, because only the policy samples."""
     section = getattr(model, "config", None)
     return section.model_copy(update={"generation": None}) if isinstance(section, PolicyConfig) else None

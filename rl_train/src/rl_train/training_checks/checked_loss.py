@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.replica_rows import global_counts
+from rl_core.dispatch.rows import global_counts
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.policy import LossFunction, Reduction
 from rl_train.logprob_agreement import sampling_error

@@ -14,7 +14,7 @@ import torch
 
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.facades import PolicyFacade
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.policy import LossFunction, TrainableInterface
 from rl_train.rollouts.schedule import stale_mask
@@ -189,7 +189,7 @@ class _Watched:
 
     @property
     def _ranks(self) -> int:
-        return self.model.data_ranks if isinstance(self.model, DistributedPolicy) else 1
+        return self.model.data_ranks if isinstance(self.model, PolicyFacade) else 1
 
     @property
     def _where(self) -> str:
@@ -200,7 +200,7 @@ class _Watched:
         if self._tried:
             return
         self._tried, size = True, rows_per_step
-        if isinstance(self.model, DistributedPolicy):
+        if isinstance(self.model, PolicyFacade):
             section = self.model.config
             if not (section.sequence_packing.enabled or section.dynamic_batching.enabled):
                 size = 2 * max(section.train_micro_batch_size // unit, 1) * unit * self._ranks
@@ -295,7 +295,7 @@ class _Watched:
         )
 
     def _rows_per_step(self, data: BatchedDataDict[Any], loss_fn: LossFunction, gbs: int | None) -> int:
-        if not isinstance(self.model, DistributedPolicy):
+        if not isinstance(self.model, PolicyFacade):
             return gbs or getattr(getattr(self.model, "config", None), "train_global_batch_size", None) or data.size
         batch_size = gbs or self.model.config.train_global_batch_size
         multiple_of = self._ranks * loss_fn.rows_per_unit

@@ -1,6 +1,6 @@
 """What a run constructs: the workers, which import torch, start in their own processes or in this one."""
 
-from rl_core.backend import DistributedGeneration, DistributedPolicy
+from rl_backends_base import DistributedGeneration, DistributedPolicy
 
 
 class LitGPTPolicy(DistributedPolicy):

@@ -1,8 +1,8 @@
 """What a run constructs; the base classes start the workers in their own processes, or in this one."""
 
+from rl_backends_base import DistributedGeneration, DistributedPolicy
 from rl_backends_recurrent.engine import RecurrentEngineWorker
 from rl_backends_recurrent.policy import RecurrentPolicyWorker
-from rl_core.backend import DistributedGeneration, DistributedPolicy
 
 
 class RecurrentPolicy(DistributedPolicy):

@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gated_workers
 from gated_workers import TOKENS, ReportingWorker, SilentWorker
 
+from rl_backends_base.distributed_generation import DistributedGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.cluster.actor_host import read_progress
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration
 
 pytestmark = pytest.mark.slow
 

@@ -6,12 +6,13 @@ import logging
 import pytest
 import torch
 
+from rl_backends_base.distributed_generation import DistributedGeneration
+from rl_backends_base.distributed_policy import DistributedPolicy, PrefixSharing
+from rl_backends_base.replica_rows import prompt_keys, split_by_prompt
 from rl_core.cluster import NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy, PrefixSharing
-from rl_core.dispatch.replica_rows import global_counts, pad_rows_to_multiple, prompt_keys, select_columns, split_by_prompt
+from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
 from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker, StepResult
@@ -269,7 +270,7 @@ def test_training_with_a_loss_that_allows_dropout_logs_why_prefixes_are_not_shar
     config = PolicyConfig(backend="tiny", model_name="tiny")
     sharing = PrefixSharing(config, {"shared_prefix": True, "shared_prefix_reason": "all layers fit"}, name="policy")
     batch = {"prompt_id": torch.zeros(2)}
-    with caplog.at_level(logging.INFO, "rl_core"):
+    with caplog.at_level(logging.INFO, "rl_backends_base"):
         assert sharing.columns(batch, NLLLossFn()) == ()
     assert "computed separately: NLLLossFn allows dropout" in caplog.text
     assert sharing.columns(batch) == ("prompt_id",)

@@ -7,31 +7,23 @@ Training drops rows without a gradient before rows are sharded: the remaining wo
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-
-import torch
 
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import refuse_text, with_input_lengths
 from rl_core.data.images import prompt_identity
-from rl_core.errors import BrokenPromiseError, DataError, NonFiniteError, WeightSyncError, WorkerDiedError
-from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from rl_core.dispatch.facades import ReplicaRefits, equal_answer
+from rl_core.dispatch.rows import ROW_KEYS, global_counts, padding_rows, select_columns
+from rl_core.errors import BrokenPromiseError, NonFiniteError, WorkerDiedError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.policy import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.weights.fingerprint import same_digests_on_every_replica
 
 _log = logging.getLogger(__name__)
-
-ROW_KEYS = (
-    *("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id", "sampling"),
-    *("stream_tokens", "images"),
-)
 
 
 def generate_on(
@@ -92,92 +84,6 @@ def in_row_order(answers: Sequence[Answer]) -> BatchedDataDict[GenerationOutputS
     output: BatchedDataDict[Any] = BatchedDataDict.from_batches([answer for _, answer in answers])
     output.reorder_data([row for part, _ in answers for row in part])
     return output
-
-
-def equal_answer(answers: Sequence[Any], method: str) -> Any:
-    """The answer of all replicas, which must be equal.
-
-    Raises:
-        WeightSyncError: the replicas differ.
-    """
-    if any(answer != answers[0] for answer in answers):
-        raise WeightSyncError(
-            f"The {len(answers)} generation replicas have different weights ({method} differs): a refit failed. Resume the run."
-        )
-    return answers[0]
-
-
-PADDING_PROMPT = -1
-"""`prompt_id` of padding rows."""
-
-
-def select_columns(data: BatchedDataDict[Any], keys: Collection[str]) -> BatchedDataDict[Any]:
-    """Only the columns that the ranks need.
-
-    An `attention_mask` is converted to `input_lengths`. The output of an engine is accepted as rows: `output_ids` and
-    `unpadded_sequence_lengths` become `input_ids` and `input_lengths`.
-
-    Raises:
-        DataError: a column is missing, or an `attention_mask` is not right-padded or contradicts `input_lengths`.
-    """
-    refuse_text(data)
-    columns = dict(data.data if isinstance(data, BatchedDataDict) else data)
-    if "input_ids" in keys and "input_ids" not in columns and "output_ids" in columns:
-        columns["input_ids"] = columns["output_ids"]
-        columns.setdefault("input_lengths", columns["unpadded_sequence_lengths"])
-    elif "input_lengths" in keys and "attention_mask" in columns:
-        columns = dict(with_input_lengths(BatchedDataDict(columns)))
-    if missing := [key for key in keys if key not in columns]:
-        raise DataError(
-            f"The batch has no {', '.join(f'`{key}`' for key in missing)}; it has {', '.join(sorted(map(str, columns)))}. "
-            "See docs/batch_keys.md for each key's content and writer."
-        )
-    return BatchedDataDict({key: columns[key] for key in keys})
-
-
-def check_rows(answer: Any, key: str, rows: int) -> None:
-    """Refuse a worker's answer that cannot be put in the order of the call: one without `rows` rows of the column `key`."""
-    column = answer.get(key) if isinstance(answer, Mapping) else None
-    if not isinstance(column, torch.Tensor):
-        found = "no column" if column is None else f"a {type(column).__name__} as"
-        raise BrokenPromiseError(f"returned {found} `{key}`. It must be a tensor.")
-    if len(column) != rows:
-        raise BrokenPromiseError(f"returned {len(column)} rows of `{key}` for a call with {rows} rows.")
-
-
-def pad_rows_to_multiple(rows: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
-    """`rows`, padded with copies of the first row to a multiple of `multiple` rows.
-
-    A padding row has one token and is masked out (`sample_mask` and `token_mask` are 0), so no mean depends on it.
-    """
-    missing = -rows.size % multiple
-    if missing == 0:
-        return rows
-    return BatchedDataDict.from_batches([rows, padding_rows(rows, 0, missing)])
-
-
-def padding_rows(rows: BatchedDataDict[Any], row: int, count: int) -> BatchedDataDict[Any]:
-    """`count` copies of row `row`, cut to one token and masked out, so that they have no effect on training."""
-    filler = rows.slice(row, row + 1).repeat_interleave(count)
-    filler["input_lengths"] = torch.ones_like(filler["input_lengths"])
-    for mask in ("token_mask", "sample_mask"):
-        if mask in filler:
-            filler[mask] = torch.zeros_like(filler[mask])
-    if "prompt_id" in filler:
-        filler["prompt_id"] = torch.full_like(filler["prompt_id"], PADDING_PROMPT)
-    if "images" in filler:
-        filler["images"] = [None] * count
-    return filler
-
-
-def global_counts(rows: BatchedDataDict[Any], batch_size: int) -> list[GlobalCounts]:
-    """Number of trained sequences and tokens in each global batch of `batch_size` rows."""
-    seqs = (rows["sample_mask"] > 0).double()
-    toks = ((rows["token_mask"] > 0) & (rows["sample_mask"] > 0).unsqueeze(-1)).sum(dim=-1).double()
-    return [
-        GlobalCounts(valid_seqs=float(s.sum()), valid_toks=float(t.sum()))
-        for s, t in zip(seqs.split(batch_size), toks.split(batch_size), strict=True)
-    ]
 
 
 _MAX_SESSIONS: Final = 100_000
@@ -366,33 +272,6 @@ class TrainingRows:
                 sums = [share * (count.valid_toks / max(done, 1.0)) for share, (count, done) in zip(sums, pairs, strict=True)]
             metrics[name] = sum(sums) / len(sums)
         return metrics
-
-
-class ReplicaRefits(GenerationInterface):
-    """Refits replicas together; they must agree on digests and versions."""
-
-    @abstractmethod
-    def _run(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every replica of the refit and wait."""
-
-    def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
-        dtypes: Mapping[str, str] = equal_answer(self._run("prepare_refit_info", info), "prepare_refit_info")
-        return dtypes
-
-    def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
-        self._run("update_weights", ipc_handles)
-
-    def weight_fingerprint(self) -> str:
-        fingerprints: list[str] = self._run("weight_fingerprint")
-        if len(set(fingerprints)) > 1:
-            self.weight_digests()  # names the tensors
-        return fingerprints[0]
-
-    def weight_digests(self) -> dict[str, str]:
-        return same_digests_on_every_replica(self._run("weight_digests"))
-
-    def invalidate_kv_cache(self) -> bool:
-        return all(self._run("invalidate_kv_cache"))
 
 
 class RestartedReplicas(ReplicaRefits):

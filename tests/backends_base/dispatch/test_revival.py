@@ -17,17 +17,17 @@ from ray import cloudpickle
 from shared_segments import segments_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1] / "weights"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "core" / "weights"))
 import mortal_workers
 import tiny_refit_workers
 from mortal_workers import FOLDER, MortalWorker, NeverBuiltWorker, ScoringPolicy, StreamingMortalWorker, condemn
 
+from rl_backends_base.distributed_generation import DistributedGeneration
+from rl_backends_base.distributed_policy import DistributedPolicy
+from rl_backends_base.replica_rows import newest_version
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import DeadlineConfig, GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.replica_rows import newest_version
 from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
 from rl_train.weight_sync.canary import RefitCanary, make_canary
@@ -141,7 +141,7 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
     undisturbed = two.generate(prompts())
     first, second = two.group.run_all("process")
     condemn(tmp_path, "generate", 1)
-    with caplog.at_level(logging.WARNING, "rl_core"):
+    with caplog.at_level(logging.WARNING, "rl_backends_base"):
         found = two.generate(prompts())
     assert_same_rows(found, undisturbed)
     assert two.restarts == 1

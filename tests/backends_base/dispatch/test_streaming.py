@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import streaming_workers
 from streaming_workers import DIES, FAILS, FOREVER, IS_BAD, SLEEPS, TICK_S, TickingWorker
 
+from rl_backends_base.streaming import RowStream
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.streaming import RowStream
 from rl_core.errors import DataError, DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 
 cloudpickle.register_pickle_by_value(streaming_workers)

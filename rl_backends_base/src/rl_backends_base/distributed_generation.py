@@ -7,28 +7,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from rl_backends_base.replica_rows import Answer, RestartedReplicas, in_row_order, newest_version, prompt_columns, sample_rows
+from rl_backends_base.streaming import RowStream
 from rl_core.cluster.worker_group import WorkerGroup
-from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader
-from rl_core.dispatch.replica_rows import (
-    Answer,
-    ReplicaRefits,
-    RestartedReplicas,
-    check_rows,
-    equal_answer,
-    in_row_order,
-    newest_version,
-    prompt_columns,
-    sample_rows,
-)
-from rl_core.dispatch.streaming import RowStream, TextGeneration
-from rl_core.dispatch.worker_facade import WorkerFacade
+from rl_core.dispatch.facades import GenerationFacade
+from rl_core.dispatch.rows import check_rows
+from rl_core.dispatch.text_generation import TextGeneration
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.interfaces.worker import GenerationFacts, GenerationWorker
+from rl_core.interfaces.worker import GenerationWorker
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -38,7 +29,7 @@ _LOOK_S = 0.05
 """Interval in which a thread that waits for another one's refit checks whether it has ended."""
 
 
-class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, ReplicaRefits):
+class DistributedGeneration(GenerationFacade, TextGeneration):
     """A group of `GenerationWorker`s as one engine.
 
     A replica that dies is restarted, up to `config.max_restarts` times in total. It then waits until the owner of weight
@@ -50,8 +41,6 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
     Arguments as `WorkerFacade`; `config` is the section `policy.generation`, and a worker is a replica.
     """
 
-    default_name: ClassVar[str] = "generation"
-    config: GenerationConfig
     _was_refitted = False
     _is_prepared = False
 
@@ -158,7 +147,6 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         )
 
     def lacks_weights(self, rank: int) -> bool:
-        """Whether a replica was restarted and must not sample before `await_weights`."""
         return rank in self._without_weights
 
     def recover(self, rank: int, cause: WorkerDiedError, restarts_before: int) -> None:
@@ -211,10 +199,6 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
                 self._without_weights.difference_update(ranks)
 
     @property
-    def has_own_weights(self) -> bool:
-        return bool(self.config.has_own_weights)
-
-    @property
     def streams_rows(self) -> bool:
         return self._overrides("poll")
 
@@ -222,29 +206,9 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
     def streams_tokens(self) -> bool:
         return self.streams_rows and bool(self.facts.get("streams_tokens"))
 
-    @property
-    def num_workers(self) -> int:
-        return self.group.world_size
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights of all replicas; -1 if one was restarted and not refitted since.
-
-        Raises:
-            WeightSyncError: the replicas have different versions.
-        """
-        versions = self._run("get_weight_version")
-        if any(versions[rank] < 0 for rank in self._without_weights):
-            return -1
-        return int(equal_answer(versions, "get_weight_version"))
-
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
         self._was_refitted = True
         return super().prepare_refit_info(info)
-
-    def update_weights_from_collective(self) -> list[Any]:
-        self.wait_ready()
-        return [self.group.submit_all("update_weights_from_collective")]
 
     def _make_group(self, cluster: RayVirtualCluster | None) -> WorkerGroup:
         """Start the workers, and what restarts and streams them."""
@@ -301,10 +265,6 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
             except WorkerDiedError as error:
                 if not self.restart_dead(error):
                     raise
-
-    def _run(self, method: str, *args: Any) -> list[Any]:
-        self.wait_ready()
-        return self.group.run_all(method, *args, deadline_s=self._deadlines.refit_s)
 
     def _run_on(self, ranks: Sequence[int], method: str) -> list[Any]:
         calls = self.group.submit_some(method, dict.fromkeys(ranks, ()), deadline_s=self._deadlines.refit_s)

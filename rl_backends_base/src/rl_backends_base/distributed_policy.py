@@ -5,33 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from rl_backends_base.replica_rows import TrainingRows, generate_on
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import SETS, image_column
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups, right_padded
-from rl_core.dispatch.replica_rows import TrainingRows, check_rows, generate_on, pad_rows_to_multiple, select_columns
-from rl_core.dispatch.streaming import TextGeneration
-from rl_core.dispatch.worker_facade import WorkerFacade
-from rl_core.errors import CheckpointError, DataError, NonFiniteError, NotSupportedError, WorkerError
+from rl_core.dispatch.facades import PolicyFacade
+from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
+from rl_core.dispatch.text_generation import TextGeneration
+from rl_core.errors import DataError, NonFiniteError, NotSupportedError, WorkerError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.policy import (
-    ColocatablePolicyInterface,
     LogprobOutputSpec,
     LossFunction,
     ReferenceLogprobOutputSpec,
     TopkLogprobOutputSpec,
-    ValueInterface,
     ValueOutputSpec,
-    WeightSample,
 )
-from rl_core.interfaces.worker import PolicyFacts, StepResult
-from rl_core.weights.cuda_ipc import merge_handles
+from rl_core.interfaces.worker import StepResult
 
 SCORING_KEYS = ("input_ids", "input_lengths")
 PROMPT = "prompt_id"
@@ -39,7 +35,7 @@ TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 _log = logging.getLogger(__name__)
 
 
-class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePolicyInterface, ValueInterface):
+class DistributedPolicy(PolicyFacade, TextGeneration):
     """A group of `PolicyWorker`s as one policy or, with `head: scalar`, as one value model.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
@@ -47,13 +43,6 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
 
     Arguments as `WorkerFacade`; `config` is the section `policy`.
     """
-
-    config: PolicyConfig
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks along the data axis."""
-        return self.group.sharding.get_axis_size("data") if "data" in self.group.sharding.names else 1
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
         return self._score(data, "get_logprobs", reference=False)
@@ -210,103 +199,6 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         if (output := self._generate_messages(data, greedy)) is not None:
             return output
         return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
-
-    def set_lr_factor(self, factor: float) -> None:
-        self._run("set_lr_factor", factor)
-
-    def average_weights(self, decay: float | None = None) -> None:
-        self._run("average_weights", decay)
-
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        self._run("prepare_for_training")
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        self._run("finish_training")
-
-    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        paths = _absolute(weights_path), _absolute(optimizer_path)
-        self._run("save_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
-
-    def try_save(self, weights_path: str | Path) -> None:
-        self._run("try_save", _absolute(weights_path), deadline_s=self._deadlines.checkpoint_s)
-
-    def find_non_finite(self) -> str | None:
-        names = self._run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
-        return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)
-
-    def weight_samples(self, *, whole: bool = False) -> list[WeightSample]:
-        if whole and self.group.world_size == 1:
-            return []  # nothing to compare with
-        samples = self._run_all("weight_sample", whole=whole, deadline_s=self._deadlines.checkpoint_s)
-        return [sample for sample in samples if sample is not None]
-
-    def checkpoint_bytes(self, *, optimizer: bool) -> int:
-        whole = int(self.facts.get("num_parameters", 0))
-        trained = int(self.facts.get("num_trained_parameters", whole))
-        # Adapters are float32 for a base of any type, and the base is not saved.
-        width = 2 if self.config.dtype_name == "bfloat16" and trained == whole else 4
-        names = {self.config.optimizer.name, *(group.name for group in self.config.optimizer.groups.values() if group.name)}
-        moments = 2 if all(name.rpartition(".")[2].startswith("Adam") for name in names) else 0
-        float32_copies = 1 if width == 2 else 0
-        return trained * (width + (4 * (moments + float32_copies) if optimizer else 0))
-
-    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        paths = _absolute(weights_path), _absolute(optimizer_path)
-        try:
-            self._run("load_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
-        except WorkerError as error:
-            if isinstance(error.__cause__, CheckpointError):
-                raise CheckpointError(str(error.__cause__)) from error
-            raise
-
-    @property
-    def weight_version(self) -> int:
-        self.wait_ready()
-        return int(self.group.run_one("get_weight_version", deadline_s=self._deadlines.refit_s))
-
-    def offload_before_refit(self) -> None:
-        self._run("offload_before_refit")
-
-    def offload_after_refit(self) -> None:
-        self._run("offload_after_refit")
-
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        manifest: dict[str, Any] | None = self._run("prepare_refit_info")
-        return manifest
-
-    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        return list(self._run("prepare_weights_for_ipc", *args, **kwargs))
-
-    def get_weights_ipc_handles(
-        self, keys: list[str], *, by_reference: bool = False, file: str | None = None
-    ) -> dict[str, Any]:
-        return merge_handles(self._run_all("get_weights_ipc_handles", keys, by_reference=by_reference, file=file))
-
-    def broadcast_weights_for_collective(self) -> list[Any]:
-        self.wait_ready()
-        return [self.group.submit_all("broadcast_weights_for_collective")]
-
-    def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> str:
-        return str(self._run("weight_fingerprint", dtypes=dtypes, kind=kind))
-
-    def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> dict[str, str]:
-        return dict(self._run("weight_digests", dtypes=dtypes, kind=kind))
-
-    def finish_refit(self) -> None:
-        self._run("finish_refit")
-
-    def _run(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call every rank, because gathering weights is collective; returns rank 0's result."""
-        return self._run_all(method, *args, deadline_s=deadline_s, **kwargs)[0]
-
-    def _run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
-        self.wait_ready()
-        return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)
-
-
-def _absolute(path: str | Path | None) -> Path | None:
-    """The path as it is understood by workers, whose working directory may be another one."""
-    return None if path is None else Path(path).absolute()
 
 
 class PrefixSharing:

@@ -2,8 +2,8 @@
 
 import torch
 
+from rl_backends_base.replica_rows import ReplicaAffinity, prompt_keys, split_by_prompt
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.replica_rows import ReplicaAffinity, prompt_keys, split_by_prompt
 
 
 def rows(*tokens, prompt_id=None):
