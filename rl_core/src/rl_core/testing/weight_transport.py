@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -50,8 +50,7 @@ class PolicyEnd(ReferenceSender):
     def train(self, *, seed: int) -> None:
         self._version, self.weights = seed, make_tensors(seed)
 
-    def shutdown(self) -> None:
-        self.leave_refit()
+    shutdown = ReferenceSender.leave_refit
 
 
 class EngineEnd(WeightSink):
@@ -84,31 +83,7 @@ class EngineEnd(WeightSink):
         if self.fails:
             raise OSError("the kit's engine cannot load this bucket")
 
-    def shutdown(self) -> None:
-        self.leave_refit()
-
-
-class _Policy(PolicyFacade):
-    """Calls its workers only for refits."""
-
-    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def get_values(self, data: Any) -> Any:
-        raise NotImplementedError
-
-
-class _Engine(GenerationFacade):
-    """Calls its workers only for refits."""
-
-    def generate(self, data: Any, greedy: bool = False) -> Any:
-        raise NotImplementedError
-
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        return True
-
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        return True
+    shutdown = WeightSink.leave_refit
 
 
 class _Subject:
@@ -160,10 +135,12 @@ class WeightTransportConformance(Conformance[_Subject]):
             raise Found(problem)
         cluster = None if "by_reference" in chosen.requires else cls.cluster(needs_ray="collective" in chosen.requires)
         sections = PolicyConfig(backend="kit", model_name="kit"), GenerationConfig(backend="kit")
-        engine_end, workers = cast("Any", EngineEnd), 1 if cluster is None else 2
-        policy = _Policy(worker_class=PolicyEnd, config=sections[0], cluster=cluster)
+        # Refits are called, and no method that is abstract: those with rows, which backends define.
+        kinds = [type("Kit", (base,), dict.fromkeys(base.__abstractmethods__)) for base in (PolicyFacade, GenerationFacade)]
+        workers = 1 if cluster is None else 2
+        policy = kinds[0](worker_class=PolicyEnd, config=sections[0], cluster=cluster)
         cls._exits.callback(policy.shutdown)
-        engine = _Engine(worker_class=engine_end, config=sections[1], cluster=cluster, num_workers=workers)
+        engine = kinds[1](worker_class=EngineEnd, config=sections[1], cluster=cluster, num_workers=workers)
         cls._exits.callback(engine.shutdown)
         return _Subject(policy, engine, chosen)
 
