@@ -9,6 +9,8 @@ import pytest
 from rl_core.old_paths import NEW_PATHS
 
 MOVED = [
+    ("rl_core.backend", "DistributedPolicy", "rl_backends_base"),
+    ("rl_core.dispatch.generation", "DistributedGeneration", "rl_backends_base.distributed_generation"),
     ("rl_core.interfaces", "Tool", "rl_core.tools"),
     ("rl_core.interfaces", "ToolEnvironment", "rl_core.tools"),
     ("rl_core.interfaces.tool_runner", "ToolUnavailableError", "rl_core.tools"),
