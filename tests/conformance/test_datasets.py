@@ -27,7 +27,7 @@ class TestSlidingPuzzle(DatasetConformance):
 @pytest.mark.slow
 class TestReasoningGym(DatasetConformance):
     component = "reasoning_gym"
-    config: ClassVar = {"task": "chain_sum"}
+    config: ClassVar = {"task": "ransom_note"}  # whose problems depend on the hash seed
 
 
 @pytest.mark.slow

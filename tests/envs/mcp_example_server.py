@@ -44,6 +44,12 @@ def crash() -> str:
     os._exit(3)
 
 
+@server.tool()
+def count(end: int) -> list[str]:
+    """Counts up to a number."""
+    return [str(number) for number in range(end)]
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))

@@ -143,3 +143,17 @@ def test_units_after_a_number_are_still_read(answer):
 )
 def test_a_question_asks_for_lowest_terms_in_words_or_by_a_fraction_to_reduce(question, asked):
     assert needs_lowest_terms(question) is asked
+
+
+def test_repeating_decimals_and_small_numbers_are_exact():
+    third, small = r"0.\overline{3}", r"6.67 \times 10^{-11}"
+    equal = [(third, r"\frac{1}{3}"), (r"\frac{1}{3}", third), (r"2.\overline{45}", r"\frac{27}{11}")]
+    different = [
+        (third, "0"),
+        (r"2.\overline{45}", "2"),
+        ("0.0000001", "0.0000004"),
+        (small, "0.0"),
+        (small, r"1.38 \times 10^{-23}"),
+    ]
+    assert [compare(*pair) for pair in equal] == [Comparison.EQUAL] * len(equal)
+    assert [compare(*pair) for pair in different] == [Comparison.DIFFERENT] * len(different)

@@ -52,7 +52,7 @@ def turn(environment, **calls):
 
 
 def test_names_descriptions_and_schemas_come_from_the_server(environment):
-    assert list(environment.tools) == ["calculator", "add", "remember", "fail", "sleep", "crash"]
+    assert list(environment.tools) == ["calculator", "add", "remember", "fail", "sleep", "crash", "count"]
     assert environment.tools["add"].spec["function"] == {
         "name": "add",
         "description": "Adds two numbers.",
@@ -77,6 +77,11 @@ def test_calls_return_texts_and_errors_that_the_model_reads(environment):
         "6",
     ]
     assert made.metadata[0]["tool_use"]["problems"] == {"wrong_arguments": 2, "exception": 1}
+
+
+def test_a_list_is_read_as_json_whatever_its_length(environment):
+    [texts], _ = turn(environment, a=[("count", {"end": end}) for end in range(3)])
+    assert texts == ["[]", '["0"]', '["0", "1"]']
 
 
 def test_a_server_gets_its_own_environment_variables_and_is_shared_by_rollouts(environment, monkeypatch):

@@ -3,14 +3,14 @@
 import os
 import pickle
 import signal
-import sys
 
 import pytest
 from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.reasoning_gym.environment import ReasoningGymDataset, ReasoningGymEnvironment, read_answer
+from rl_envs.grading_process import Ending
+from rl_envs.reasoning_gym.environment import ReasoningGymDataset, ReasoningGymEnvironment, generation, read_answer
 from rl_envs.reasoning_gym.tasks import REFUSED
 from rl_envs.reasoning_gym.worker import could_be_code, non_finite_numbers
 
@@ -48,6 +48,24 @@ def test_problems_depend_only_on_the_task_its_settings_the_seed_and_the_index():
     assert one[0] != ReasoningGymDataset({**settings, "seed": 4})[0]
     assert [message["role"] for message in one[0]["messages"]] == ["system", "user"]
     assert len(ReasoningGymDataset({**settings, "system_prompt": None})[0]["messages"]) == 1
+
+
+def test_problems_do_not_depend_on_the_hash_seed_of_the_process(monkeypatch):
+    def problem(hash_seed):
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+        generation.end()  # the next process would have this hash seed
+        return ReasoningGymDataset({"task": "ransom_note", "num_samples": 1})[0]
+
+    assert problem("1") == problem("2")
+
+
+def test_a_problem_that_cannot_be_generated_is_an_error_with_its_reason(monkeypatch):
+    monkeypatch.setattr(generation, "ask", lambda request, timeout_s: {"error": "ValueError: no word of 40 letters"})
+    with pytest.raises(DataError, match="cannot generate problem None of the task 'leg_counting': ValueError: no word"):
+        ReasoningGymDataset()
+    monkeypatch.setattr(generation, "ask", lambda request, timeout_s: Ending.CPU_LIMIT)
+    with pytest.raises(DataError, match=r"its process ended \(cpu_limit\)"):
+        ReasoningGymDataset()
 
 
 @pytest.mark.parametrize("task", ["leg_counting", "countdown", "chain_sum"])
@@ -186,9 +204,15 @@ def test_words_that_look_like_numbers_are_scored_if_the_expected_answer_has_them
     assert non_finite_numbers("1e30 infinite banana 0x1e999 1.5") == set()
 
 
-def test_rows_of_other_data_and_a_missing_package_are_refused(monkeypatch):
+def test_rows_of_other_data_are_refused():
     with pytest.raises(DataError, match="use the dataset `reasoning_gym`"):
         ReasoningGymEnvironment().step([[_answer("<answer>1</answer>")]], [{"expected_answer": "1"}])
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+
+
+def test_a_missing_package_is_an_error_with_its_extra(monkeypatch, tmp_path):
+    (tmp_path / "reasoning_gym.py").write_text("raise ImportError('No module named reasoning_gym')")
+    monkeypatch.syspath_prepend(tmp_path)
+    generation.end()  # the next process has this import path
     with pytest.raises(ConfigError, match=r"pip install 'rl-envs\[reasoning-gym\]'"):
         ReasoningGymDataset()
+    generation.end()

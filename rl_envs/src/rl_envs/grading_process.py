@@ -1,4 +1,4 @@
-"""Child processes that grade what a model wrote, with limits of CPU time and memory.
+"""Child processes that grade what a model wrote, with limits of CPU time and memory and a fixed hash seed.
 
 Why not multiprocessing: a comparison can hang in one C call, which only killing its process stops; `fork` copies the locks
 of torch's and Ray's threads; `spawn` runs the user's script again in each child unless it is guarded by
@@ -120,7 +120,9 @@ class GradingProcess:
 
 def _start(module: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", module]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    # The order of sets of texts depends on the hash seed, and problems and scores of a library may depend on that order.
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     child = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert child.stdin is not None
     os.set_blocking(child.stdin.fileno(), False)

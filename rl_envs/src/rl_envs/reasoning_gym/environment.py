@@ -6,6 +6,7 @@ import base64
 import hashlib
 import logging
 import pickle
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl_envs.completions import read_tagged
 from rl_envs.config import ReasoningGymDatasetConfig, ReasoningGymEnvironmentConfig
 from rl_envs.generated_dataset import GeneratedDataset
 from rl_envs.grading_process import Ending, GradingProcess
-from rl_envs.reasoning_gym.tasks import make_task
+from rl_envs.reasoning_gym.worker import pickled
 
 _log = logging.getLogger("rlcore.reasoning_gym")
 _SHOWN_CHARS = 200
@@ -81,8 +82,8 @@ class ReasoningGymEnvironment(ScorerEnvironment):
             )
         if answer is None:
             return 0.0
-        # Pickled, because JSON would change tuples and keys that are numbers. The reply is JSON: answers may be hostile.
-        row = base64.b64encode(pickle.dumps((info["task"], info["params"], info["entry"]))).decode("ascii")
+        # The reply is JSON: answers may be hostile.
+        row = pickled((info["task"], info["params"], info["entry"]))
         request = {"row": row, "answer": answer, "expected_answer": info.get("expected_answer")}
         reply = self._process.ask(request, timeout_s=self.config.timeout_s)
         if isinstance(reply, Ending):
@@ -118,6 +119,8 @@ def read_answer(completion: str, tag: str | None) -> str | None:
 class ReasoningGymDataset(GeneratedDataset):
     """Questions of one task. `extra_env_info` has what its scorer needs: `task`, `params` and the `entry`.
 
+    They are generated in a child process with a fixed hash seed, on which the problems of some tasks depend.
+
     Args:
         config: `ReasoningGymDatasetConfig`, a dict of its keys, or None for its defaults.
 
@@ -130,12 +133,10 @@ class ReasoningGymDataset(GeneratedDataset):
 
     def __init__(self, config: ReasoningGymDatasetConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._task = make_task(
-            self.config.task, self.config.params, seed=_generator_seed(self.config.seed), size=self.config.num_samples
-        )
+        self._problem(None)
 
     def generate(self, index: int) -> Record:
-        config, entry = self.config, self._task[index]
+        config, entry = self.config, self._problem(index)
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         return {
             "messages": [*system, {"role": "user", "content": entry["question"].strip()}],
@@ -147,6 +148,30 @@ class ReasoningGymDataset(GeneratedDataset):
             },
             "task_name": config.task_name or "reasoning_gym",
         }
+
+    def _problem(self, index: int | None) -> Any:
+        """A problem of the task; without an index, only the settings are checked.
+
+        Raises:
+            ConfigError: the task cannot be created.
+            DataError: it cannot generate this problem.
+        """
+        config = self.config
+        problem = pickled((config.task, config.params, _generator_seed(config.seed), config.num_samples, index))
+        with _one_at_a_time:
+            reply = generation.ask({"problem": problem}, timeout_s=_GENERATION_S)
+        if not isinstance(reply, Ending) and "config_error" in reply:
+            raise ConfigError(reply["config_error"])
+        if isinstance(reply, Ending) or "error" in reply:
+            why = f"its process ended ({reply.value})" if isinstance(reply, Ending) else reply["error"]
+            raise DataError(f"Reasoning Gym cannot generate problem {index} of the task {config.task!r}: {why}")
+        return None if index is None else pickle.loads(base64.b64decode(reply["entry"]))
+
+
+_GENERATION_S = 600.0
+"""CPU time in which a task is created and generates a problem, in seconds."""
+generation = GradingProcess("rl_envs.reasoning_gym.worker")
+_one_at_a_time = threading.Lock()
 
 
 def _generator_seed(seed: int) -> int:

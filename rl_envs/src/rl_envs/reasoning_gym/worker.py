@@ -1,4 +1,8 @@
-"""The scoring process of `reasoning_gym`, started as `python -m rl_envs.reasoning_gym.worker`; does not import torch."""
+"""The process that generates problems and scores answers, started as `python -m rl_envs.reasoning_gym.worker`.
+
+Does not import torch. Some tasks draw from sets of texts, so their problems depend on the hash seed, which is the same in all
+of these processes.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,33 @@ _FUNCTIONS = _ELEMENTARY | _TRIGONOMETRIC
 """Functions that an expression may call; calls of others could do more than calculate."""
 _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf|infinity|oo|zoo)(?:[ij])?(?![a-z])", re.IGNORECASE)
 _EXPONENT = re.compile(r"(?<![\w.])\d[\d_]*(?:\.[\d_]*)?e\+?\d[\d_]*", re.IGNORECASE)
-_scorers: dict[str, Any] = {}
+_tasks: dict[str, Any] = {}
+
+
+def pickled(value: Any) -> str:
+    """A value as text for the other process. Pickled, because JSON would change tuples and keys that are numbers."""
+    return base64.b64encode(pickle.dumps(value)).decode("ascii")
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    return _problem(request) if "problem" in request else _score(request)
+
+
+def _problem(request: dict[str, Any]) -> dict[str, Any]:
+    """A generated problem; without an index, only whether the task and its settings exist."""
+    task, params, seed, size, index = pickle.loads(base64.b64decode(request["problem"]))
+    try:
+        problems = _made(task, params, seed=seed, size=size)
+    except ConfigError as error:
+        return {"config_error": str(error)}
+    return {"entry": None if index is None else pickled(problems[index])}
+
+
+def _score(request: dict[str, Any]) -> dict[str, Any]:
     task, params, entry = pickle.loads(base64.b64decode(request["row"]))
     signal.setitimer(signal.ITIMER_PROF, 0.0)  # loading a task is not the answer's time
     try:
-        scorer = _scorer(task, params)
+        scorer = _made(task, params)
     except ConfigError as error:
         return {"config_error": str(error)}
     signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
@@ -46,11 +69,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"score": score if math.isfinite(score) else None}
 
 
-def _scorer(task: str, params: dict[str, Any]) -> Any:
-    key = json.dumps([task, params], sort_keys=True, default=str)
-    if key not in _scorers:
-        _scorers[key] = make_task(task, params, seed=0, size=1)
-    return _scorers[key]
+def _made(task: str, params: dict[str, Any], *, seed: int = 0, size: int = 1) -> Any:
+    key = json.dumps([task, params, seed, size], sort_keys=True, default=str)
+    if key not in _tasks:
+        _tasks[key] = make_task(task, params, seed=seed, size=size)
+    return _tasks[key]
 
 
 @cache

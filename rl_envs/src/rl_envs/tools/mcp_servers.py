@@ -338,11 +338,17 @@ class McpConnection:
 
 
 def _text(result: Any) -> str:
-    """What the model reads of a result: its texts; content of other types is only named."""
-    texts = [getattr(block, "text", None) or f"({block.type} content is not shown)" for block in result.content]
-    if not texts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(texts)
+    """What the model reads of a result: its texts; content of other types is only named.
+
+    A list is JSON, as the result of a function is: servers of the Python package send its elements as texts of their own, so
+    that "a" and ["a"] have the same content, and [] and None have none.
+    """
+    value = result.structured_content
+    if isinstance(value, dict) and value.keys() == {"result"}:
+        value = value["result"]
+    if isinstance(value, list) or (not result.content and result.structured_content is not None):
+        return json.dumps(value, ensure_ascii=False)
+    return "\n".join(getattr(block, "text", None) or f"({block.type} content is not shown)" for block in result.content)
 
 
 class _LastErrors:
