@@ -154,11 +154,45 @@ def test_values_of_json_files_in_a_folder_are_those_of_the_file(tmp_path, values
     assert repr(read[0]) == repr(read[1])
 
 
-def test_values_that_the_library_cannot_keep_are_refused(tmp_path):
+MIXED = {"answer": [5, "x", "7", "1.50", "true", "null", "[1]"], "score": 0.12345678901234}
+
+
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_texts_that_look_like_json_and_all_digits_are_kept_in_folders_of_json_files(tmp_path, form):
+    rows = [{"question": "?", "expected_answer": text, "score": MIXED["score"]} for text in MIXED["answer"]]
+    (tmp_path / "rows").mkdir()
+    text = json.dumps(rows) if form == "array" else "\n".join(map(json.dumps, rows))
+    (tmp_path / "rows" / "train.json").write_text(text)
+    dataset = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path / "rows"), split="train[1:]", env_keys=["score"]))
+    found = [record["extra_env_info"] for record in dataset]
+    assert found == [{"expected_answer": text, "score": MIXED["score"]} for text in MIXED["answer"][1:]]
+    assert dataset.row_location(0).endswith("train.json:2" if form == "lines" else "train.json, row 1")
+
+
+def test_splits_of_json_files_are_added_and_fields_that_a_row_lacks_are_none(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "level": 1.5}\n\n{"question": "b"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "c", "level": 2}\n')
+    dataset = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path), split="test+train", output_key=None))
+    assert [dataset.prompt_of(number) for number in range(3)] == ["c", "a", "b"]
+    with pytest.raises(DataError, match=r"train\.jsonl:3: the field 'level' \(`env_keys`\) is None"):
+        RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path), split="train", output_key=None, env_keys=["level"]))
+
+
+def test_json_that_is_not_in_lines_is_refused_if_its_values_would_change(tmp_path):
+    (tmp_path / "train.json").write_text(json.dumps({"question": "?", "expected_answer": "a", "level": 1.5}, indent=1))
+    with pytest.raises(DataError, match=r"do not have one JSON object per line.*jq -c"):
+        RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path)))
+
+
+def test_large_integers_are_kept_and_refused_if_their_column_has_other_values(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "?", "expected_answer": 123456789012345678901234567890}\n')
+    [record] = RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path)))
+    assert record["extra_env_info"]["expected_answer"] == 123456789012345678901234567890
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"question": "?", "expected_answer": "x"}\n')
     with pytest.raises(DataError, match=r"an integer of more than 64 bits\. .*`dataset_name: jsonl`"):
         RecordDataset(HuggingFaceDatasetConfig(path=str(tmp_path)))
-    [record] = RecordDataset(JsonlDatasetConfig(path=tmp_path / "train.jsonl"))
+    record = RecordDataset(JsonlDatasetConfig(path=tmp_path / "train.jsonl"))[0]
     assert record["extra_env_info"]["expected_answer"] == 123456789012345678901234567890
 
 

@@ -158,3 +158,39 @@ def test_a_tokenizer_that_describes_its_responses_parses_them_itself(tokenizer_w
     assert (parse("four<|im_end|>").calls, parse("four<|im_end|>").content) == ([], "four")
     [broken] = parse('<call>{"name": </call><|im_end|>').calls
     assert "error" in broken
+
+
+def _own(tokenizer_with, defaults):
+    """A tokenizer that describes its responses, with calls in JSON, and a function that parses the calls of a text."""
+    tokenizer = tokenizer_with("own")
+    call = {"type": "function", "function": "{content}"}
+    fields = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json", "transform": call}
+    tokenizer.response_template = {
+        "defaults": defaults,
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"content": {"close": ["<|im_end|>", "<call>"]}, "tool_calls": fields},
+    }
+    prompt = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+
+    def calls(text, tools=()):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        message = SampledMessage(text=text, token_ids=ids, prompt_ids=prompt, tools=tools)
+        return [call["function"] for call in choose_parser(tokenizer).parse(message).calls]
+
+    return tokenizer, calls
+
+
+def test_a_message_has_only_its_own_calls_if_the_default_of_calls_is_a_list(tokenizer_with):
+    tokenizer, calls = _own(tokenizer_with, {"role": "assistant", "tool_calls": []})
+    for _ in range(2):
+        assert calls('<call>{"name": "add", "arguments": {"a": 1}}</call>') == [{"name": "add", "arguments": {"a": 1}}]
+    assert calls("four<|im_end|>") == []
+    assert tokenizer.response_template["defaults"]["tool_calls"] == []
+
+
+def test_texts_of_json_arguments_stay_texts_whatever_else_their_schema_allows(tokenizer_with):
+    _, calls = _own(tokenizer_with, {})
+    parameters = {"type": "object", "properties": {"key": {"type": ["string", "integer"]}}}
+    tool = {"type": "function", "function": {"name": "find", "description": "", "parameters": parameters}}
+    [found] = calls('<call>{"name": "find", "arguments": {"key": "007"}}</call>', [tool])
+    assert found["arguments"] == {"key": "007"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
-from rl_train.data.holdout import row_location
+from rl_train.data.holdout import Subset, row_location
+from rl_train.data.rows import JsonLines
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files that `save_to_disk` writes: for one split, for several splits."""
@@ -67,9 +68,34 @@ def parquet_rows(path: Path) -> ArrowRows:
     return ArrowRows([(str(file), _loaded(partial(_parquet, file), str(file))) for file in files], name=str(path))
 
 
+class JsonFileRows:
+    """Rows of the JSON files of a folder, with the values of the files; fields that a row lacks are None, as in a table.
+
+    Args:
+        rows: The rows of the files.
+        fields: The names of all fields.
+        name: Name of the data in error messages.
+    """
+
+    def __init__(self, rows: Sequence[Any], fields: Iterable[str], *, name: str) -> None:
+        self.name = name
+        self._rows = rows
+        self._empty = dict.fromkeys(fields)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._empty, **self._rows[index]}
+
+    def row_location(self, index: int) -> str:
+        """File and line of a row."""
+        return row_location(self._rows, index)
+
+
 def hugging_face_rows(
     path: str, *, subset: str | None = None, split: str | None = None, revision: str | None = None
-) -> ArrowRows:
+) -> ArrowRows | JsonFileRows:
     """The rows of one split of a dataset.
 
     Args:
@@ -101,9 +127,10 @@ def hugging_face_rows(
         found = _loaded(lambda: datasets.load_from_disk(path), name)
     else:
         load = partial(datasets.load_dataset, path, subset, split=split, revision=revision)
-        found = _unconverted(load, name) if Path(path).is_dir() else _loaded(load, name)
-        if revision is not None:
-            _check_revision(found, path, revision, name)
+        found = _loaded(load, name)
+        if Path(path).is_dir():
+            return _rows_of_folder(load, found, path, subset=subset, split=split, name=name)
+        _check_revision(found, path, revision, name)
     if isinstance(found, Mapping):
         split, found = _one_split(found, split, name)
     elif saved and split is not None:
@@ -111,21 +138,55 @@ def hugging_face_rows(
     return ArrowRows([(f"{name}[{split}]" if split else name, found)], name=name)
 
 
-def _unconverted(load: Callable[..., Any], name: str) -> Any:
-    """Load files of a folder, and load them again if values may not be those of the files.
-
-    The library turns texts of JSON into dates, integers into floats if their column has others, and texts of CSV into numbers.
-    (Offline, it does not find data of the hub that was loaded in this way.)
-    """
-    datasets, found = _library(), _loaded(load, name)
+def _rows_of_folder(
+    load: Callable[..., Any], found: Any, path: str, *, subset: str | None, split: str | None, name: str
+) -> ArrowRows | JsonFileRows:
+    """The rows of data files of a folder, with the values of the files; `found` is what the library has loaded."""
     table = next(iter(found.values())) if isinstance(found, Mapping) else found
+    if table.info.builder_name == "json" and any(map(_may_change, table.features.values())):
+        return _values_of_files(path, subset, table.info, split or _one_split(found, split, name)[0], name)
     if table.info.builder_name == "csv":
-        text = datasets.Features(dict.fromkeys(table.features, datasets.Value("string")))
-        return _loaded(partial(load, features=text, keep_default_na=False, na_values=[""]), name)
-    changed = {name: datasets.Json() for name, kind in table.features.items() if _may_change(kind)}
-    if table.info.builder_name != "json" or not changed:
-        return found
-    return _loaded(partial(load, features=datasets.Features({**table.features, **changed})), name)
+        found = _texts(load, table, name)
+    if isinstance(found, Mapping):
+        split, found = _one_split(found, split, name)
+    return ArrowRows([(f"{name}[{split}]", found)], name=name)
+
+
+def _values_of_files(path: str, subset: str | None, info: Any, split: str, name: str) -> JsonFileRows:
+    """The rows of JSON files of a folder, which the library may have changed.
+
+    It turns texts into dates, and integers into floats if their column has others. If a column has values of several types, it
+    turns texts such as "7" or "true" into these values, and rounds numbers of all columns to 10 decimal places.
+
+    Args:
+        path: The folder.
+        subset: One of its configurations.
+        info: What the library found, with the fields and the number of rows of each split.
+        split: A split, or a slice of one.
+        name: Name of the data in error messages.
+
+    Raises:
+        DataError: The files cannot be read as JSON, or have other rows than the library found.
+    """
+    datasets = _library()
+    files = datasets.load_dataset_builder(path, subset).config.data_files
+    sizes = {each: known.num_examples for each, known in info.splits.items()}
+    chosen = []
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute(sizes):
+        rows = ConcatDataset([JsonLines(Path(file), arrays=True) for file in files[part.splitname]])
+        if len(rows) != sizes[part.splitname]:
+            raise DataError(
+                f"dataset {name} cannot be read: the library would change its values, and its files do not have one JSON "
+                "object per line. Write them so (jq -c . converts them)"
+            )
+        chosen.append(Subset(rows, range(part.from_, part.to)))
+    return JsonFileRows(ConcatDataset(chosen), info.features, name=f"{name}[{split}]")
+
+
+def _texts(load: Callable[..., Any], table: Any, name: str) -> Any:
+    """Load CSV files of a folder again, with texts instead of numbers and dates."""
+    text = _library().Features(dict.fromkeys(table.features, _library().Value("string")))
+    return _loaded(partial(load, features=text, keep_default_na=False, na_values=[""]), name)
 
 
 def _may_change(kind: Any) -> bool:
@@ -134,7 +195,9 @@ def _may_change(kind: Any) -> bool:
         return any(map(_may_change, kind.values()))
     if hasattr(kind, "feature"):
         return _may_change(kind.feature)
-    return str(getattr(kind, "dtype", "")).startswith(("float", "timestamp", "date", "time", "duration"))
+    return isinstance(kind, _library().Json) or str(getattr(kind, "dtype", "")).startswith(
+        ("float", "timestamp", "date", "time", "duration")
+    )
 
 
 def _undecoded(table: Any) -> Any:
@@ -262,8 +325,10 @@ def _why(error: Exception) -> tuple[str, str]:
     )
 
 
-def _check_revision(found: Any, path: str, revision: str, name: str) -> None:
+def _check_revision(found: Any, path: str, revision: str | None, name: str) -> None:
     """Reject a cached copy of another revision, which the library uses if it cannot reach the hub."""
+    if revision is None:
+        return
     from huggingface_hub import constants
 
     reference = Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}" / "refs" / revision

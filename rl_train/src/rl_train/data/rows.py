@@ -21,12 +21,13 @@ class JsonLines:
 
     Args:
         path: The file.
+        arrays: Whether the file may also be one JSON array of objects.
 
     Raises:
         DataError: The file does not exist or is not in JSON Lines format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, arrays: bool = False) -> None:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             more = ", or read a folder with `dataset_name: huggingface`" if path.is_dir() else ""
@@ -34,23 +35,26 @@ class JsonLines:
         if (problem := csv_problem(path)) is not None:
             raise DataError(problem)
         self.name = str(path)
-        lines = _content(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        if self._lines and self._lines[0][1].lstrip().startswith(b"["):
+        content = _content(path).removeprefix(b"\xef\xbb\xbf")
+        is_array = content.lstrip().startswith(b"[")
+        if is_array and not arrays:
             raise DataError(
                 f"dataset {path} starts with '[', so it is one JSON array: write one JSON object per line "
                 "(jq -c '.[]' converts it)"
             )
+        self._elements = read_json(_decoded(content)) if is_array else None
+        lines = [] if is_array else content.split(b"\n")
+        self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._lines if self._elements is None else self._elements)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return parsed(self._lines[index][1])
+        return parsed(self._lines[index][1]) if self._elements is None else dict(_object_of(self._elements[index]))
 
     def row_location(self, index: int) -> str:
-        """File and line, from 1."""
-        return f"{self.name}:{self._lines[index][0]}"
+        """File and line, from 1; for an array, file and row, from 0."""
+        return f"{self.name}:{self._lines[index][0]}" if self._elements is None else f"{self.name}, row {index}"
 
 
 def csv_problem(path: Path) -> str | None:
@@ -117,13 +121,20 @@ def parsed(line: bytes) -> dict[str, Any]:
     Raises:
         DataError: It is not a JSON object.
     """
+    return _object_of(read_json(_decoded(line, " of the line")))
+
+
+def _decoded(content: bytes, where: str = "") -> str:
     try:
-        row = read_json(line.decode("utf-8"))
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"invalid UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from error
-    if not isinstance(row, dict):
-        raise DataError(f"expected a JSON object, found a {type(row).__name__}")
-    return row
+        raise DataError(f"invalid UTF-8 ({error.reason} at byte {error.start + 1}{where})") from error
+
+
+def _object_of(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"expected a JSON object, found a {type(value).__name__}")
+    return value
 
 
 def read_json(text: str) -> Any:

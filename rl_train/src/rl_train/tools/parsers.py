@@ -9,6 +9,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -231,12 +232,17 @@ class ResponseTemplateParser(ToolCallParser):
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        call = tokenizer.response_template.get("fields", {}).get("tool_calls", {})
+        self._has_types = isinstance(call, Mapping) and call.get("content") == "json"
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
         """Read the calls with the template of the tokenizer; a response that it cannot read is one invalid call."""
+        # Transformers 5.19 appends calls to the default list of the template, and casts texts of JSON with schemas of tools.
+        template = deepcopy(self._tokenizer.response_template)
+        tools = None if self._has_types else list(message.tools) or None
         try:
             response = self._tokenizer.parse_response(
-                list(message.token_ids), prefix=list(message.prompt_ids), tools=list(message.tools) or None
+                list(message.token_ids), template, prefix=list(message.prompt_ids), tools=tools
             )
         except (ValueError, KeyError, TypeError) as error:
             return ParsedMessage(content="", calls=[invalid_call(f"the response cannot be parsed: {error}")])
