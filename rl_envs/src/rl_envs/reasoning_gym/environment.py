@@ -17,7 +17,7 @@ from rl_envs.completions import read_tagged
 from rl_envs.config import ReasoningGymDatasetConfig, ReasoningGymEnvironmentConfig
 from rl_envs.generated_dataset import GeneratedDataset
 from rl_envs.grading_process import Ending, GradingProcess
-from rl_envs.reasoning_gym.worker import pickled
+from rl_envs.reasoning_gym.tasks import pickled
 
 _log = logging.getLogger("rlcore.reasoning_gym")
 _SHOWN_CHARS = 200

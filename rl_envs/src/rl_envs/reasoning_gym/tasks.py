@@ -1,7 +1,9 @@
-"""Creates Reasoning Gym datasets, with errors that name what is wrong."""
+"""Creates Reasoning Gym datasets, with errors that name what is wrong, and sends problems between processes."""
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,3 +47,8 @@ def make_task(task: str, params: Mapping[str, Any], *, seed: int, size: int) -> 
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **params)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"`params`: Reasoning Gym's task {task!r} does not accept {dict(params)}: {error}") from error
+
+
+def pickled(value: Any) -> str:
+    """A value as text for the other process. Pickled, because JSON would change tuples and keys that are numbers."""
+    return base64.b64encode(pickle.dumps(value)).decode("ascii")

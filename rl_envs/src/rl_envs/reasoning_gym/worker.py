@@ -20,7 +20,7 @@ from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_envs.grading_worker import serve
-from rl_envs.reasoning_gym.tasks import make_task
+from rl_envs.reasoning_gym.tasks import make_task, pickled
 
 _EVALUATES = re.compile(r"\b(?:eval|parse_expr|sympify)\(")
 _ATTRIBUTE = re.compile(r"[^\W\d]\w*\s*\.\s*[^\W\d]|(?<!\d)\.\s*[^\W\d]")
@@ -32,11 +32,6 @@ _FUNCTIONS = _ELEMENTARY | _TRIGONOMETRIC
 _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf|infinity|oo|zoo)(?:[ij])?(?![a-z])", re.IGNORECASE)
 _EXPONENT = re.compile(r"(?<![\w.])\d[\d_]*(?:\.[\d_]*)?e\+?\d[\d_]*", re.IGNORECASE)
 _tasks: dict[str, Any] = {}
-
-
-def pickled(value: Any) -> str:
-    """A value as text for the other process. Pickled, because JSON would change tuples and keys that are numbers."""
-    return base64.b64encode(pickle.dumps(value)).decode("ascii")
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -340,7 +340,7 @@ class McpConnection:
 def _text(result: Any) -> str:
     """What the model reads of a result: its texts; content of other types is only named.
 
-    A list is JSON, as the result of a function is: servers of the Python package send its elements as texts of their own, so
+    A list is JSON, as the result of a function is: servers of the Python package send its elements as separate texts, so
     that "a" and ["a"] have the same content, and [] and None have none.
     """
     value = result.structured_content

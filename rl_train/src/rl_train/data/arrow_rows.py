@@ -173,7 +173,8 @@ def _values_of_files(path: str, subset: str | None, info: Any, split: str, name:
     sizes = {each: known.num_examples for each, known in info.splits.items()}
     chosen = []
     for part in datasets.ReadInstruction.from_spec(split).to_absolute(sizes):
-        rows = ConcatDataset([JsonLines(Path(file), arrays=True) for file in files[part.splitname]])
+        parts: list[Any] = [JsonLines(Path(file), arrays=True) for file in files[part.splitname]]
+        rows = ConcatDataset(parts)
         if len(rows) != sizes[part.splitname]:
             raise DataError(
                 f"dataset {name} cannot be read: the library would change its values, and its files do not have one JSON "
