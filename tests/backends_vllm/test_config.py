@@ -105,6 +105,18 @@ def test_values_that_vllm_would_silently_change_or_reject_are_errors(mistakes):
     ]
 
 
+def test_speculation_that_vllm_would_report_at_another_temperature_or_without_proposals_is_an_error(mistakes):
+    assert mistakes(
+        "temperature: 0.7", "val_temperature: 0.0", "vllm_cfg: {ngram_speculation: {num_speculative_tokens: 3}}"
+    ) == [
+        "3:3: policy.generation: vllm_cfg.ngram_speculation requires temperature 1, not 0.7: with speculation, vLLM reports "
+        "log-probabilities of greedy rows at temperature 1 only. Set temperature: 1.0, or leave speculation out."
+    ]
+    assert mistakes("vllm_cfg:", "  ngram_speculation: {num_speculative_tokens: 3, prompt_lookup_max: 1}") == [
+        "6:7: policy.generation.vllm_cfg.ngram_speculation: prompt_lookup_min 2 exceeds prompt_lookup_max 1."
+    ]
+
+
 def test_the_canary_cannot_be_off_since_vllm_transforms_weights_after_they_have_arrived(mistakes):
     [mistake] = mistakes("refit_canary: false")
     assert mistake.startswith("5:19: policy.generation.refit_canary: the engine 'vllm' requires the canary")
@@ -138,6 +150,17 @@ EVERY_KEY = {
     "enforce_eager": (True, {"enforce_eager": True}),
     "enable_prefix_caching": (False, {"enable_prefix_caching": False}),
     "precision": ("float16", {"dtype": "float16"}),
+    "ngram_speculation": (
+        {"num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 4,
+                "prompt_lookup_min": 2,
+            }
+        },
+    ),
     "kv_cache_dtype": ("fp8", {"kv_cache_dtype": "fp8"}),
     "trust_remote_code": (True, {"trust_remote_code": True}),
     "seed": (11, {"seed": 11}),

@@ -30,6 +30,23 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """Values of `max_lora_rank` that vLLM accepts."""
 
 
+class NgramSpeculation(Section):
+    """`policy.generation.vllm_cfg.ngram_speculation`."""
+
+    num_speculative_tokens: int = Field(ge=1, le=128)
+    """Maximum number of tokens that are proposed for a row per engine step."""
+    prompt_lookup_max: int = Field(default=5, ge=1)
+    """Maximum number of a row's last tokens that are looked up in its earlier tokens."""
+    prompt_lookup_min: int = Field(default=2, ge=1)
+    """Minimum number of these tokens; if so few do not occur earlier, nothing is proposed."""
+
+    @model_validator(mode="after")
+    def _check_lookup(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}")
+        return self
+
+
 class VllmEngineConfig(Section):
     """`policy.generation.vllm_cfg`."""
 
@@ -54,6 +71,10 @@ class VllmEngineConfig(Section):
     a GPU."""
     enable_prefix_caching: bool = True
     """Whether to compute a common prefix of prompts, such as the prompt of a group, only once."""
+    ngram_speculation: NgramSpeculation | None = None
+    """Speculative decoding: what followed the row's last tokens where they occurred first is proposed, and the model accepts or
+    replaces it. Rows that repeat themselves or their prompt need fewer engine steps, and are drawn from the same distribution.
+    Requires `temperature: 1`. Off by default."""
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of weights and activations; defaults to that of the policy."""
     kv_cache_dtype: str = "auto"
@@ -120,6 +141,11 @@ class VllmConfig(GenerationConfig):
                 f"temperature {self.temperature:g} is too small: vLLM would sample at {_MIN_TEMPERATURE:g}, but training would "
                 f"score the tokens at {self.temperature:g}. Set it to at least {_MIN_TEMPERATURE:g}"
             )
+        if self.vllm_cfg.ngram_speculation is not None and self.temperature != 1.0:
+            raise ValueError(
+                f"vllm_cfg.ngram_speculation requires temperature 1, not {self.temperature:g}: with speculation, vLLM reports "
+                "log-probabilities of greedy rows at temperature 1 only. Set temperature: 1.0, or leave speculation out"
+            )
         return self
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
@@ -149,6 +175,8 @@ class VllmConfig(GenerationConfig):
         largest = own.max_lora_rank or max(get_args(LoraRank))
         if rank > largest:
             return f"the adapters have rank {rank}, and this engine's maximum (vllm_cfg.max_lora_rank) is {largest}"
+        if own.ngram_speculation is not None:
+            return "vllm_cfg.ngram_speculation was not tested with adapters"
         if own.pipeline_parallel_size > 1:
             return f"vllm_cfg.pipeline_parallel_size is {own.pipeline_parallel_size}, and its stages receive no adapters"
         hf_config = self._hf_config(policy)
@@ -165,6 +193,8 @@ class VllmConfig(GenerationConfig):
         return None if hf_config is None else self._image_problem(hf_config)
 
     def _image_problem(self, hf_config: Any) -> str | None:
+        if self.vllm_cfg.ngram_speculation is not None:
+            return "vllm_cfg.ngram_speculation was not tested with images"
         implementation = self.vllm_kwargs.get("model_impl", "transformers")
         if (problem := why_no_images(hf_config.model_type)) is None and implementation != "transformers":
             return f"vllm_kwargs.model_impl is {implementation}, and images require `transformers`, the default of such models"
@@ -219,10 +249,48 @@ _SAME_NAME = (
 _REPLICAS = (
     "data_parallel_address",
     "data_parallel_backend",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_multi_port_external_lb",
     "data_parallel_rank",
     "data_parallel_rpc_port",
     "data_parallel_size",
     "data_parallel_size_local",
+    "data_parallel_start_rank",
+    "elastic_ep_max_dp_size",
+    "enable_elastic_ep",
+)
+_PROCESSES = ("device_ids", "distributed_executor_backend", "master_addr", "master_port", "nnodes", "node_rank", "worker_cls")
+_OTHER_CACHES = ("ec_transfer_config", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config")
+_OTHER_WEIGHTS = (
+    "allow_deprecated_quantization",
+    "cpu_offload_gb",
+    "cpu_offload_params",
+    "enable_ep_weight_filter",
+    "enable_eplb",
+    "enable_expert_parallel",
+    "eplb_config",
+    "offload_backend",
+    "offload_group_size",
+    "offload_num_in_group",
+    "offload_params",
+    "offload_prefetch_step",
+    "quantization",
+    "quantization_config",
+)
+_WITHOUT_EFFECT = (
+    "additional_config",
+    "aux_output_config",
+    "enable_mm_embeds",
+    "enable_prompt_embeds",
+    "enable_return_routed_experts",
+    "enable_trace_replay",
+    "io_processor_plugin",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "return_sampling_mask",
+    "served_model_name",
+    "weight_transfer_config",
 )
 OWNED = {
     "model": "set policy.generation.model_name instead.",
@@ -236,7 +304,23 @@ OWNED = {
     "worker_extension_cls": "refits use it.",
     "generation_config": "policy.generation and the model's end tokens determine sampling.",
     "override_generation_config": "policy.generation determines sampling; see stop_token_ids and temperature there.",
-    "logits_processors": "training could not score the tokens under the sampling distribution.",
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config"), "training could not score the tokens under the sampling distribution."
+    ),
+    **dict.fromkeys(
+        ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
+        _CFG.format("ngram_speculation") + " Refits do not reach the weights of a draft model, which would stay random.",
+    ),
+    **dict.fromkeys(_OTHER_CACHES, "after a refit, what is stored outside the engine would still be that of older weights."),
+    **dict.fromkeys(
+        _OTHER_WEIGHTS, "refits were not tested with weights that are stored in another form, elsewhere, or per expert."
+    ),
+    **dict.fromkeys(_PROCESSES, "rlcore starts and places the processes of the engine."),
+    **dict.fromkeys(
+        ("convert", "diffusion_config", "mm_encoder_only", "pooler_config", "runner"), "the engine samples tokens."
+    ),
+    **dict.fromkeys(_WITHOUT_EFFECT, "rlcore does not use it."),
+    **dict.fromkeys(("hf_config_path", "model_weights"), "set policy.generation.model_name instead."),
     "skip_tokenizer_init": "it is set automatically if the model has no tokenizer.",
     "enable_chunked_prefill": "it depends on the device: on a CPU, vLLM does not support it for rows with seeds.",
     "disable_log_stats": "engine statistics are part of the run's metrics.",

@@ -84,9 +84,11 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
         device: "cpu" or "cuda".
         hf_config: the model's configuration.
     """
+    speculation = _speculation(config, device)
     if device != "cpu":
         kv_bytes = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
         return {
+            **speculation,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": bool(config.enforce_eager),
             "max_num_seqs": config.max_num_seqs,
@@ -95,6 +97,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
         }
     _check_cpu_support(config, hf_config)
     return {
+        **speculation,
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
         "max_num_seqs": _cpu_rows(config),
         "kv_cache_memory_bytes": cpu_kv_bytes(config, hf_config),
@@ -102,6 +105,18 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
         # would fail. Prompts are therefore prefilled whole.
         "enable_chunked_prefill": False,
     }
+
+
+def _speculation(config: VllmEngineConfig, device: str) -> dict[str, Any]:
+    section = config.ngram_speculation
+    if section is None:
+        return {"speculative_config": None}
+    if device != "cpu":
+        return {"speculative_config": {"method": "ngram", **section.model_dump()}}
+    # vLLM's own proposer for CPUs is compiled by numba, after whose import no other engine of vLLM 0.32 starts in the process.
+    method = {"method": "custom_class", "model": "rl_backends_vllm.executors.NgramProposer"}
+    count = section.num_speculative_tokens
+    return {"speculative_config": method | {"num_speculative_tokens": count}, "additional_config": section.model_dump()}
 
 
 def enable_amx(device: str) -> None:
