@@ -38,8 +38,8 @@ def test_each_name_of_megatron_is_checked_at_start():
     assert {use.name for use in uses() if use.module.endswith("/megatron_internals.py")} <= checked
 
 
-def test_private_names_are_used_in_at_most_41_places():
-    assert len(uses()) <= 41
+def test_private_names_are_used_in_at_most_42_places():
+    assert len(uses()) <= 42
 
 
 def test_each_form_of_use_is_found(tmp_path):
