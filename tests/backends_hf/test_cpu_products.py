@@ -177,3 +177,17 @@ def test_onednn_is_used_where_mkl_is_slow_and_products_are_large(
     assert not CpuProducts.of("auto", torch.float32, torch.device("cpu")).by_onednn  # its layers are compiled
     limits = {"LRU_CACHE_CAPACITY": "7"} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"} if expected else {})
     assert os.environ == limits
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_gradients_of_embeddings_and_layer_norms_in_bfloat16_are_summed_in_float32(kind, parts, model_folder):
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder(kind), precision="bfloat16"))
+    worker.setup()
+    model, tokens = worker.model.model, 4096
+    embedding = model.get_input_embeddings()
+    (gradient,) = torch.autograd.grad(embedding(torch.full((tokens,), 7)).sum(), embedding.weight)
+    assert (gradient[7] == tokens).all()  # a bfloat16 sum of ones ends at 256
+    for norm in (module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)):
+        rows = torch.randn(tokens, model.config.hidden_size).bfloat16()
+        (gradient,) = torch.autograd.grad(norm(rows).sum(), norm.bias)
+        assert (gradient == tokens).all()

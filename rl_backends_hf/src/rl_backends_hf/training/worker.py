@@ -24,6 +24,7 @@ from rl_backends_base import (
     join_ranks,
     padded_input,
 )
+from rl_backends_base.float32_sums import sum_gradients_in_float32
 from rl_backends_base.optimizer import compile_error
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
@@ -170,6 +171,10 @@ class HFPolicyWorker(TorchPolicyWorker[HFPolicyConfig]):
         return self._make_scoring(load_model(name, **source))
 
     def _make_scoring(self, model: PreTrainedModel) -> ScoringModel:
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            # Compiled layers sum in float32.
+            kinds = nn.Embedding if self.config.hf_cfg.compile_layers else (nn.Embedding, nn.LayerNorm)
+            sum_gradients_in_float32(module for module in model.modules() if isinstance(module, kinds))
         if self.config.head == "scalar":
             return ValueScoring(model)
         return TokenScoring(
