@@ -177,6 +177,17 @@ def test_bfloat16_resumes_bit_for_bit_from_its_masters(parts, start, tmp_path):
     )
 
 
+def test_a_checkpoint_before_the_first_step_changes_neither_that_run_nor_a_resumed_one(parts, start, tmp_path):
+    fields, rows = {"optimizer": {"kwargs": {"lr": 1e-2}}}, parts.make_rows()
+    plain, saved, resumed = (start(**fields) for _ in range(3))
+    saved.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    resumed.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    for worker in (plain, saved, resumed):
+        worker.train(rows, parts.NLL(), counts=parts.counts_of(rows, steps=2))
+    assert_same(snapshot(saved), snapshot(plain))
+    assert_same(snapshot(resumed), snapshot(plain))
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3"])
 def test_saved_weights_are_what_transformers_loads(parts, start, tmp_path, kind):
     rows = parts.make_rows()
