@@ -15,7 +15,7 @@ VOCAB, WIDTH = 12, 8
 
 
 def embedding(kind: str = "plain", dtype: torch.dtype = torch.bfloat16) -> nn.Embedding:
-    """An embedding with float32 sums; tokens of the padding, where it has one, have no gradient."""
+    """An embedding with float32 sums; the padding token, if there is one, has no gradient."""
     make = {
         "plain": lambda: nn.Embedding(VOCAB, WIDTH),
         "padded": lambda: nn.Embedding(VOCAB, WIDTH, padding_idx=-2),
