@@ -10,7 +10,7 @@ from simulated_gpu import SimulatedGpu
 from rl_backends_base.row_sampler import DecodeLoop
 from rl_backends_hf import HuggingFaceGeneration
 from rl_backends_hf.config import HFGenerationConfig, HFSamplerConfig
-from rl_backends_hf.sampling.kv_cache import CacheBudget
+from rl_backends_hf.sampling.cache_budget import CacheBudget
 from rl_backends_hf.sampling.sampler import Sampler
 from rl_core.data.batched_data_dict import BatchedDataDict
 

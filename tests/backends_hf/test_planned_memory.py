@@ -23,7 +23,6 @@ from rl_backends_hf.memory_trace import LiveBytes
 from rl_backends_hf.model import DTYPES, decoder_layers, load_model, model_without_weights
 from rl_backends_hf.pictures import Pictures, rope_positions, with_pictures
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
-from rl_backends_hf.sampling.kv_cache import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.worker import HFPolicyWorker
@@ -224,7 +223,8 @@ def test_keys_and_values_of_the_engine_are_limited_as_its_cache_is(model_folder)
     section = {"model_name": model_folder("llama"), "max_new_tokens": 16}
     sizes = {"rows": 64, "prompt": 8, "on_gpu": True, "limit": None, "shares_weights": False}
     model = load_model(section["model_name"], options=make_config(section["model_name"]).hf_cfg, dtype=torch.float32)
-    per_row = 24 * token_bytes(model)
+    cache = model(torch.zeros(1, 24, dtype=torch.int64), use_cache=True).past_key_values
+    per_row = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     unlimited = EngineMemory(HFGenerationConfig(**section)).by_phase(**sizes)
     limited = EngineMemory(HFGenerationConfig(**section, hf_cfg={"kv_cache_gib": 10.5 * per_row / 2**30})).by_phase(**sizes)
     assert unlimited["held"]["weights"] == sum(each.nbytes for each in model.parameters())

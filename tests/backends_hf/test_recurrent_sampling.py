@@ -1,4 +1,4 @@
-"""Models whose layers keep something other than keys and values are sampled in cohorts of equally long rows."""
+"""Models whose layers keep something other than keys and values compute prompts without padding, and then all rows together."""
 
 import asyncio
 
@@ -9,7 +9,8 @@ from family_configs import tiny_config
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.sampler import Sampler
+from rl_backends_hf.sampling.cohorts import Cohort
+from rl_backends_hf.sampling.sampler import Sampler, probe_sampling
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NotSupportedError, WorkerError
 from rl_train.weight_sync.sender import WeightSender
@@ -107,16 +108,40 @@ def test_rows_do_not_depend_on_how_many_are_decoded_together(model):
         assert torch.equal(found["output_ids"], expected["output_ids"])
 
 
-def test_rows_of_equal_length_share_a_forward_pass_and_those_of_a_prompt_its_prefill(model):
+def shapes_of_passes(model, *prompts):
+    """Rows and tokens of each forward pass while two tokens are sampled for each prompt."""
     sampler, calls = Sampler(model, HFGenerationConfig(max_new_tokens=2)), []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:
-        sampler.generate(batch_of([5, 6, 7, 8], [5, 6, 7, 8], [9, 9], [9, 9], [3, 4]))
+        sampler.generate(batch_of(*prompts))
     finally:
         handle.remove()
-    assert calls == [(1, 4), (2, 2), (2, 1), (3, 1)]
+    return calls
+
+
+PROMPTS = ([5, 6, 7, 8], [5, 6, 7, 8], [9, 9], [9, 9], [3, 4])
+
+
+def test_all_rows_share_the_forward_pass_of_a_token_and_those_of_a_prompt_its_prefill(model):
+    assert shapes_of_passes(model, *PROMPTS) == [(1, 4), (2, 2), (5, 1)]
+
+
+def test_rows_with_sparse_attention_share_a_forward_pass_only_if_they_are_equally_long(folder_of):
+    sparse = transformers.AutoModelForCausalLM.from_pretrained(folder_of("deepseek_v32"), dtype=torch.float32).eval()
+    assert shapes_of_passes(sparse, *PROMPTS) == [(1, 4), (2, 2), (2, 1), (3, 1)]
+    for ids, logprobs, prompt in rows_of(sampler_of(sparse).generate(BATCH)):
+        torch.testing.assert_close(logprobs[prompt:], logprobs_of(sparse, ids)[prompt:], atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_different_lengths_are_computed_apart_if_a_model_reads_their_padding(model, monkeypatch, caplog):
+    monkeypatch.setattr(Cohort, "mask", lambda self, device: None)
+    sampler = sampler_of(model)
+    probe_sampling(sampler)
+    assert "sampling is slower" in caplog.text
+    for ids, logprobs, prompt in rows_of(sampler.generate(BATCH)):
+        torch.testing.assert_close(logprobs[prompt:], logprobs_of(model, ids)[prompt:], atol=TOLERANCE, rtol=0)
 
 
 def test_prompts_are_scored(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -10,14 +11,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rl_backends_base.adapters import EXPERT_AXES
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import QuantizedLinear
-from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
+from rl_backends_hf.transformers_internals import cache_layers, config_of_each_layer, head_width
 
 
 def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     """The fact `matrix_sizes` of `PolicyWorker.setup`.
 
-    Embeddings are read, not multiplied with; norms and biases are left out. Of experts, those chosen for a token count. A
-    vision tower is left out, because it is computed for each picture, not for each token.
+    Embeddings are read, not multiplied with; norms, biases and updates of recurrent states are left out. Of experts, those
+    chosen for a token count. A vision tower is left out, because it is computed for each picture, not for each token.
 
     Args:
         model: on any device, sharded or not, with or without adapters.
@@ -43,9 +44,13 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
             experts = parameter.shape[0] if parameter.ndim == EXPERT_AXES else experts_of.get(id(parameter), 1)
             chosen = getattr(config, "num_experts_per_tok", None) or 1
             sizes[kind] += weight.numel() * min(chosen, experts) // experts
-    return {**sizes, "attention": sum(map(_attention_width, config_of_each_layer(config)))}
+    layers = zip_longest(config_of_each_layer(config), cache_layers(config))  # layers without a cache read that of others
+    attending = [layer for layer, cache in layers if layer is not None and (cache is None or hasattr(cache, "keys"))]
+    return {**sizes, "attention": sum(map(_attention_width, attending))}
 
 
-def _attention_width(layer: PretrainedConfig) -> int:
-    """Number of heads times their width."""
-    return int(getattr(layer, "num_attention_heads", 0)) * head_width(layer)
+def _attention_width(layer: PretrainedConfig) -> float:
+    """Number of heads times their width; the mean of keys and values if they differ, as in multi-head latent attention."""
+    width = head_width(layer)
+    keys = getattr(layer, "qk_head_dim", None) or width
+    return float(getattr(layer, "num_attention_heads", 0)) * (keys + (getattr(layer, "v_head_dim", None) or keys)) / 2

@@ -8,7 +8,8 @@ such as the windows of a vision tower, is computed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,34 @@ def features_bytes(model: PreTrainedModel, images: Sequence[RowImage]) -> int:
             pictures: Pictures = picture_arguments(model, fake, images, 1, 1)["pictures"]
             pictures.embed(model, torch.zeros(1, 1, dtype=torch.int64))
     return live.peak
+
+
+def weighted_depths(kinds: Sequence[Hashable], *, least: int, step: int) -> list[tuple[int, float]]:
+    """Depths to which a model is traced instead of its own, and the weight of each in the sum that stands for the whole model.
+
+    A trace is a constant and what each layer of a kind adds. The first layers to some depths are chosen so that a weighted sum
+    of their numbers by kind is that of all layers: with layers of one kind, those to `least` and `least + step`.
+
+    Args:
+        kinds: the kind of each layer.
+        least: smallest depth.
+        step: difference between depths; fewer for the last.
+    """
+    names = list(dict.fromkeys(kinds))
+
+    def terms(depth: int) -> list[float]:
+        counts = Counter(kinds[:depth])
+        return [1.0, *(float(counts[name]) for name in names)]
+
+    depths, whole = list[int](), torch.tensor(terms(len(kinds)), dtype=torch.float64)
+    for depth in (*range(least, len(kinds), step), len(kinds)):
+        known = torch.tensor([terms(each) for each in (*depths, depth)], dtype=torch.float64).T
+        if int(torch.linalg.matrix_rank(known)) > len(depths):
+            depths.append(depth)
+            weights = torch.linalg.lstsq(known, whole.unsqueeze(1)).solution[:, 0]
+            if torch.allclose(known @ weights, whole):
+                break
+    return list(zip(depths, weights.tolist(), strict=True))
 
 
 @contextmanager

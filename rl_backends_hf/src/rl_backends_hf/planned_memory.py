@@ -9,7 +9,7 @@ the number of prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -23,11 +23,11 @@ from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import CpuProducts
 from rl_backends_hf.lora_targets import freeze_modules
 from rl_backends_hf.matrix_sizes import matrix_sizes
-from rl_backends_hf.memory_trace import LiveBytes, features_bytes, lone_shard, picture_arguments
+from rl_backends_hf.memory_trace import LiveBytes, features_bytes, lone_shard, picture_arguments, weighted_depths
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.quantized import layers_to_quantize, quantized_bytes
-from rl_backends_hf.sampling.kv_cache import SHARE_OF_FREE_MEMORY, CacheBudget, token_bytes
+from rl_backends_hf.sampling.cache_budget import SHARE_OF_FREE_MEMORY, CacheBudget, RowBytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.sampling.sampler import SlotRows
 from rl_backends_hf.scoring.scoring_model import ScoringModel, ValueScoring
@@ -35,7 +35,7 @@ from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.torch_internals import without_data
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
-from rl_backends_hf.transformers_internals import attention_of
+from rl_backends_hf.transformers_internals import attention_of, cache_layers
 from rl_core.backend import WorkerContext
 from rl_core.config.policy_sections import REST, OptimizerConfig
 from rl_core.data.images import RowImage
@@ -61,6 +61,8 @@ _SHORT: Final = 8
 """Number of tokens of the row with which pictures are traced."""
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
+_ROWS: Final[dict[str, RowBytes]] = {}
+"""What a row needs, by the contents of the model's config: a command plans many candidates."""
 _TOWER: Final = "vision_config"
 _MUON: Final = "torch.optim.Muon"
 _STATE_BYTES: Final = {
@@ -158,7 +160,11 @@ class PolicyMemory:
 
     def not_counted(self) -> list[str]:
         names = dict.fromkeys(optimizer.name for optimizer, _ in _optimizers(self._config))
-        return [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
+        left_out = [f"state of the optimizer {name}" for name in names if name not in _STATE_BYTES]
+        model = model_without_weights(self._config.model_name, options=self._config.hf_cfg, head=self._config.head)
+        if any(hasattr(layer, "recurrent_states") for layer in cache_layers(model.config.get_text_config())):
+            left_out.append("kernels for recurrent layers on GPUs, which need less memory than the torch code that is counted")
+        return left_out
 
     def saving_overrides(self) -> list[str]:
         config = self._config
@@ -188,9 +194,11 @@ class EngineMemory:
         config, options = self._config, self._config.hf_cfg
         model, weights = self._model()
         longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
-        per_token, together = token_bytes(model), min(rows, CacheBudget(model, options).rows(longest=longest))
+        row = _row_bytes(model)
+        together = min(rows, CacheBudget(model, options, row).rows(longest=longest))
         vocabulary = model.get_output_embeddings().weight.shape[0]
-        rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
+        kept = {"keys and values": together * (row.of(longest) - row.state), "recurrent states": together * row.state}
+        rollout = {**{part: size for part, size in kept.items() if size}, "logits": together * vocabulary * 4}
         if not on_gpu:
             rollout["packed weights"] = packed_bytes(model, steps=config.max_new_tokens)
         if images and prompts:
@@ -200,11 +208,12 @@ class EngineMemory:
 
     def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
         model, weights = self._model()
-        free = SHARE_OF_FREE_MEMORY * max(0, limit - weights)
-        allowed = CacheBudget(model, self._config.hf_cfg).rows(longest=length)
-        together = min(rows, allowed, int(free / length / token_bytes(model)))
+        row, free = _row_bytes(model), SHARE_OF_FREE_MEMORY * max(0, limit - weights)
+        allowed = CacheBudget(model, self._config.hf_cfg, row).rows(longest=length)
+        together, token = min(rows, allowed, int(free / row.of(length))), row.growth(length)
+        state = row.of(length) - length * token + row.state  # recurrent states are read and written
         step_s = _depth_of(model) * _GPU_LAYER_S
-        return {"rows": max(1, together), "weights": weights, "token": token_bytes(model), "step_s": step_s}
+        return {"rows": max(1, together), "weights": weights, "token": token, "state": state, "step_s": step_s}
 
     def _model(self) -> tuple[PreTrainedModel, int]:
         """The model without weights, and the bytes of its weights."""
@@ -219,6 +228,17 @@ class EngineMemory:
     def saving_overrides(self) -> list[str]:
         rows = self._config.hf_cfg.max_batch_rows
         return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
+
+
+def _row_bytes(model: PreTrainedModel) -> RowBytes:
+    """What a row of the engine needs, measured on tensors without data."""
+    key = f"{model.config.to_json_string()} {model.dtype}"
+    if key not in _ROWS:
+        traced = deepcopy(model)
+        with without_data():
+            traced.to_empty(device="cpu")
+            _ROWS[key] = RowBytes.of_model(traced.eval())
+    return _ROWS[key]
 
 
 def _sizes(config: HFPolicyConfig) -> tuple[int, int]:
@@ -346,10 +366,20 @@ def _traced(config: HFPolicyConfig, rows: int, length: int, how: _Pass) -> dict[
     few = _trace(config, rows, length, _fewer_layers(full, hf, least), how)
     sizes: dict[str, float] = {**few}
     for name in deep:
-        more = _trace(config, rows, length, _fewer_layers(full, hf, {**least, name: _DEPTHS[1]}), how)
-        steps = (depths[name] - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
-        sizes = {part: size + steps * (more[part] - few[part]) for part, size in sizes.items()}
+        kinds = _kinds_of(full, depths[name]) if name != _TOWER else [None] * depths[name]
+        first, *others = weighted_depths(kinds, least=_DEPTHS[0], step=_DEPTHS[1] - _DEPTHS[0])
+        more = [_trace(config, rows, length, _fewer_layers(full, hf, {**least, name: depth}), how) for depth, _ in others]
+        weighted = [(few, first[1] - 1), *zip(more, (weight for _, weight in others), strict=True)]
+        sizes = {part: size + sum(weight * each[part] for each, weight in weighted) for part, size in sizes.items()}
+        if len({*kinds}) > 1:  # the largest of any layer, so more layers of other kinds do not add to it
+            sizes[_TEMPORARY] = max(each[_TEMPORARY] for each, _ in weighted)
     return {part: int(size) for part, size in sizes.items()}
+
+
+def _kinds_of(model: PreTrainedModel, depth: int) -> list[Hashable]:
+    """The kind of each layer of the decoder: layers with equal parameters are alike."""
+    shapes = [tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in decoder_layers(model)]
+    return list(shapes) if len(shapes) == depth else [None] * depth
 
 
 def _depth_of(model: PreTrainedModel) -> int:

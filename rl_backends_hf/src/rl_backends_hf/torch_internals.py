@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["TorchDispatchMode", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 
@@ -42,6 +42,14 @@ def config_of_each_layer(text: PretrainedConfig) -> list[PretrainedConfig]:
     """The config of each layer; Gemma 4 has other head widths in some, and its own config refuses to name one of them."""
     is_mixed = getattr(text, "is_heterogeneous", False)
     return list(text.per_layer_config) if is_mixed else [text] * text.num_hidden_layers
+
+
+def cache_layers(text: PretrainedConfig) -> list[Any]:
+    """The empty cache of each layer that has one: those with attention have `keys`, those with a state `recurrent_states`."""
+    try:
+        return list(DynamicCache(config=text).layers)
+    except KeyError:  # a type of layer that only the model's own code has
+        return []
 
 
 def head_width(layer: PretrainedConfig) -> int:

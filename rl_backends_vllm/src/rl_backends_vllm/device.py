@@ -171,21 +171,28 @@ def _layers(hf_config: Any) -> list[Any]:
 
 
 def _head_dim(layer: Any) -> int:
-    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // max(1, getattr(layer, "num_attention_heads", 0)))
 
 
-def token_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
-    """Bytes of the keys and values of one token in one process; arguments as `engine_arguments`."""
-    width = 0
+def token_kv_bytes(config: VllmEngineConfig, hf_config: Any, *, latent: bool = False) -> int:
+    """Bytes of the keys and values of one token in one process; arguments as `engine_arguments`.
+
+    Recurrent layers count as attention. With `latent`, latent attention (MLA) keeps its latent in each process, as on GPUs.
+    """
+    width, text = 0, hf_config.get_text_config(decoder=True)
+    size = 4 if config.precision == "float32" else 2
+    if latent and (rank := getattr(text, "kv_lora_rank", None)):
+        return int((rank + text.qk_rope_head_dim) * text.num_hidden_layers * size) // config.pipeline_parallel_size
     for layer in _layers(hf_config):
-        width += (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * _head_dim(layer)
-    return 2 * width * (4 if config.precision == "float32" else 2) // config.processes
+        heads: int = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
+        width += heads * _head_dim(layer)
+    return 2 * width * size // config.processes
 
 
-def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
+def row_kv_bytes(config: VllmEngineConfig, hf_config: Any, *, latent: bool = False) -> int:
     """As `token_kv_bytes`, of one row at full length, in whole blocks."""
-    length = config.max_model_len or hf_config.get_text_config(decoder=True).max_position_embeddings
-    return token_kv_bytes(config, hf_config) * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
+    length = config.max_model_len or getattr(hf_config.get_text_config(decoder=True), "max_position_embeddings", 0)
+    return token_kv_bytes(config, hf_config, latent=latent) * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
 
 
 def cpu_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rl_backends_vllm.device import cpu_kv_bytes, row_kv_bytes, token_kv_bytes
 from rl_backends_vllm.model_folder import auto_class, read_config
+from rl_core.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from rl_backends_vllm.config import VllmConfig
@@ -44,7 +45,7 @@ class EngineMemory:
             packed = embeddings if getattr(hf_config, "tie_word_embeddings", False) else 0
             held = {"weights": weights, "packed output layer": packed, "keys and values": size}
             return {"held": held, "rollout": {}, "refit": {"new weights": weights - embeddings}}
-        row, share = row_kv_bytes(vllm_cfg, hf_config), vllm_cfg.gpu_memory_utilization
+        row, share = row_kv_bytes(vllm_cfg, hf_config, latent=True), vllm_cfg.gpu_memory_utilization
         if vllm_cfg.kv_cache_gib is not None:
             size, unused = int(vllm_cfg.kv_cache_gib * 2**30), 0
         elif limit is None:
@@ -59,7 +60,9 @@ class EngineMemory:
         vllm_cfg = self._config.vllm_cfg
         hf_config = read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)
         phases = self.by_phase(rows=rows, prompt=length, on_gpu=True, limit=limit, shares_weights=False)
-        token = token_kv_bytes(vllm_cfg, hf_config)
+        if _keeps_states(hf_config):
+            raise NotSupportedError("how many rows fit into vLLM's cache is unknown for a model with recurrent layers")
+        token = token_kv_bytes(vllm_cfg, hf_config, latent=True)
         most = vllm_cfg.max_num_seqs or (1024 if limit >= _LARGE else 256)
         together = max(1, min(rows, most, phases["rollout"]["keys and values"] // (length * token)))
         return {"rows": together, "weights": phases["held"]["weights"], "token": token, "step_s": 0.0}
@@ -67,12 +70,22 @@ class EngineMemory:
     def not_counted(self) -> list[str]:
         left_out = ["activations and recorded graphs, which vLLM takes from its share of the GPU"]
         trusts_code = self._config.vllm_cfg.trust_remote_code
-        if self._config.reads_images(read_config(str(self._config.model_name), trust_remote_code=trusts_code)):
+        hf_config = read_config(str(self._config.model_name), trust_remote_code=trusts_code)
+        if _keeps_states(hf_config):
+            left_out.append("recurrent states, which are in vLLM's cache: its size is that of keys and values in all layers")
+        if self._config.reads_images(hf_config):
             left_out.append("images, and what the vision tower computes of them")
         return left_out
 
     def saving_overrides(self) -> list[str]:
         return ["policy.generation.vllm_cfg.gpu_memory_utilization=0.8"]
+
+
+def _keeps_states(hf_config: Any) -> bool:
+    """Whether layers have a state of constant size, by the cache of Transformers."""
+    from transformers import DynamicCache
+
+    return any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=hf_config).layers)
 
 
 def _weights(hf_config: Any, *, trust_remote_code: bool) -> int:

@@ -1,9 +1,8 @@
-"""A KV cache of rows being decoded, updated in place and without gaps, and the number of rows that it has memory for.
+"""A KV cache of rows being decoded, updated in place and without gaps.
 
 Each row has a slot; column t of a slot holds the token at position t, or at position P + t if the row shares a prompt of P
 tokens with other rows. Rows of different lengths therefore need no left padding, and new rows can join at any time. Slots
-0..N-1 are in use: a row from the end moves into the slot of a finished row. As many rows are decoded together as their keys and
-values have memory at full length (`CacheBudget`).
+0..N-1 are in use: a row from the end moves into the slot of a finished row.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rl_backends_hf.config import HFSamplerConfig
 from rl_backends_hf.sampling.shared_prompts import PromptTable
-from rl_backends_hf.transformers_internals import config_of_each_layer, head_width
 from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NotSupportedError
 
@@ -335,54 +331,3 @@ def _with_prompts(
 def _pair(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = tensors
     return keys, values
-
-
-SHARE_OF_FREE_MEMORY: Final = 0.8
-"""The rest of a GPU's memory is for the prompts that are being computed, activations and logits."""
-
-
-class CacheBudget:
-    """A limit of rows and of the bytes of their keys and values.
-
-    Args:
-        model: the model that decodes.
-        options: has the limits. Without `kv_cache_gib`, it is a share of the memory that is free on the GPU when the first rows
-            begin; unlimited on a CPU.
-    """
-
-    def __init__(self, model: PreTrainedModel, options: HFSamplerConfig) -> None:
-        self.max_rows, gib = options.max_batch_rows, options.kv_cache_gib
-        self._given = self._max_bytes = None if gib is None else int(gib * 2**30)
-        self._token_bytes = token_bytes(model)
-        self._embeddings = model.get_input_embeddings()
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._embeddings.weight.device
-        return device
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a limit of bytes."""
-        return self._given is not None or self._device.type == "cuda"
-
-    def measure(self) -> None:
-        """Read the free memory of the GPU, if the limit depends on it; to be called while there are no keys and values."""
-        if self._given is None and self._device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            self._max_bytes = int(SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(self._device)[0] + unused))
-
-    def rows(self, *, longest: int) -> int:
-        """Number of rows of at most `longest` tokens that may be decoded together; at least one."""
-        if self._max_bytes is None:
-            return self.max_rows
-        return max(1, min(self.max_rows, self._max_bytes // (longest * self._token_bytes)))
-
-
-def token_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of one token in all layers, at least 1; recurrent layers are counted as attention."""
-    width = 0
-    for layer in config_of_each_layer(model.config.get_text_config(decoder=True)):
-        heads: int = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", None) or 0
-        width += heads * head_width(layer)
-    return max(1, int(2 * width * model.dtype.itemsize))

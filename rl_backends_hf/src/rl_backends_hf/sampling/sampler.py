@@ -1,25 +1,28 @@
 """Samples from a Transformers causal LM: one prefill per prompt, then all rows together, one token at a time.
 
-Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts; rows of models that keep
-other state are equally long instead (`CohortRows`). A model that derives positions from a mask or attends in another way would
-silently sample from another distribution, so `probe_sampling` compares a few tokens with the model's own forward pass at start.
+Sampling pads prompts on the left, continues rows from cached keys and values, and shares prompts; prompts of models that
+keep other state are computed without padding (`CohortRows`). A model that derives positions from a mask or attends in another
+way would silently sample from another distribution, so `probe_sampling` compares a few tokens with the model's own forward pass
+at start.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl_backends_base import Row, RowSampler, SamplingParameters, TokenModel
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.pictures import attends_within_pictures, has_rope_grid, reads_images
-from rl_backends_hf.sampling.kv_cache import CacheBudget, SlotCache
+from rl_backends_hf.sampling.cache_budget import CacheBudget
+from rl_backends_hf.sampling.cohorts import CohortRows
+from rl_backends_hf.sampling.kv_cache import SlotCache
 from rl_backends_hf.sampling.packed_linears import packed_linears
 from rl_backends_hf.sampling.prefill import AttentionLayout, PrefillPlan, PromptScorer, decoding_attention, prefill
 from rl_backends_hf.sampling.rows import CachedPrefix, PromptGroup, SessionCache, group_by_prompt, identity
@@ -30,87 +33,12 @@ from rl_core.backend import BatchedDataDict, end_token_ids
 from rl_core.data.batched_data_dict import to_device
 from rl_core.errors import NonFiniteError, NotSupportedError
 
+_log = logging.getLogger(__name__)
+
 _FIRST_NEW_COLUMNS: Final = 64
 """Initial number of cache columns beyond the longest prompt that is not shared; the cache doubles when they are used up."""
 _REFILL_SHARE: Final = 8
 """Rows join once one in this many slots is free, because a prefill of few rows costs nearly as much as one of many."""
-
-
-@dataclass(kw_only=True)
-class Cohort:
-    """Rows with equally many tokens, and the model's cache, whose rows are in the same order."""
-
-    rows: list[Row]
-    cache: DynamicCache
-
-    def keep(self, staying: set[Row]) -> None:
-        """Drop the other rows."""
-        kept = [number for number, row in enumerate(self.rows) if row in staying]
-        if kept and len(kept) < len(self.rows):
-            self.cache.reorder_cache(torch.tensor(kept))
-        self.rows = [self.rows[number] for number in kept]
-
-
-class CohortRows:
-    """Rows of a model whose layers keep something other than keys and values, such as recurrent or sparse attention.
-
-    Rows that begin together with equally many tokens are a cohort: they stay equally long, so the model's own cache holds them
-    without padding, and no mask is needed. Each layer then computes what it would for a row alone, whatever it keeps. The price
-    is a forward pass per cohort and token.
-
-    Args:
-        model: a causal LM.
-        scorer: scores prompts; None if the model's logits are computed in another way.
-        max_tokens: maximum number of tokens of one prefill.
-    """
-
-    def __init__(self, model: PreTrainedModel, scorer: PromptScorer | None, *, max_tokens: int) -> None:
-        self._model, self._scorer, self._max_tokens = model, scorer, max_tokens
-        self._cohorts: list[Cohort] = []
-
-    def prefill(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[Row]]:
-        """Start rows; logits [len(rows), V] of the next token, and the rows in their order."""
-        logits, begun = list[torch.Tensor](), list[Row]()
-        for plan in self._plans(rows):
-            computed, cache = prefill(self._model, plan, self._scorer, cache=DynamicCache(config=self._model.config))
-            sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
-            cohort = Cohort(rows=[row for group in plan.groups for row in group.rows], cache=cache)
-            if len(sources) > len(plan.groups):
-                cache.reorder_cache(torch.tensor(sources))
-            self._cohorts.append(cohort)
-            logits.append(computed[torch.tensor(sources, device=computed.device)])
-            begun += cohort.rows
-        return torch.cat(logits), begun
-
-    def _plans(self, rows: Sequence[Row]) -> list[PrefillPlan]:
-        """Prefills of equally long prompts."""
-        plans: dict[int, list[PrefillPlan]] = {}
-        for group in group_by_prompt(rows):
-            found = plans.setdefault(len(group.prompt), [])
-            if not found or not found[-1].has_space_for(group, max_tokens=self._max_tokens):
-                found.append(PrefillPlan(groups=[], prefixes=[]))
-            found[-1].groups.append(group)
-        return [plan for equally_long in plans.values() for plan in equally_long]
-
-    def decode(self) -> tuple[torch.Tensor, list[Row]]:
-        """Logits [N, V] of the next token of all rows, and the rows in their order."""
-        logits = [self._decoded(cohort) for cohort in self._cohorts]
-        return torch.cat(logits), [row for cohort in self._cohorts for row in cohort.rows]
-
-    def _decoded(self, cohort: Cohort) -> torch.Tensor:
-        device = self._model.get_input_embeddings().weight.device
-        tokens = torch.tensor([row.tokens[-1:] for row in cohort.rows], device=device)
-        positions = torch.tensor([[row.num_tokens - 1 + (row.state or 0)] for row in cohort.rows], device=device)
-        keyword = {cache_keyword(self._model): cohort.cache}
-        output: torch.Tensor = self._model(input_ids=tokens, position_ids=positions, use_cache=True, **keyword).logits
-        return output[:, -1]
-
-    def keep(self, rows: Sequence[Row]) -> None:
-        """Drop all rows but these."""
-        staying = set(rows)
-        for cohort in self._cohorts:
-            cohort.keep(staying)
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
 
 
 class SlotRows(TokenModel):
@@ -386,22 +314,41 @@ def probe_sampling(sampler: SlotRows) -> None:
     Raises:
         NotSupportedError: they differ, or the model's code fails.
     """
-    model, longest = sampler.model, sampler.max_model_len - _NEW
-    if longest < 1:
-        return
-    with refusing_errors(model, "be sampled from; use another generation backend"):
+    model, allowed, cohorts = sampler.model, tolerance(sampler.model.dtype), sampler._cohorts
+    if cohorts is not None:
         try:
-            output = Sampler(model, HFGenerationConfig(max_new_tokens=_NEW)).generate(_prompts(sampler.vocab_size, longest))
-        except NonFiniteError:  # the weights are; the first call of `generate` says so
-            return
-        difference = _largest_difference(sampler, output)
-    allowed = tolerance(model.dtype)
+            if _probed(sampler) <= allowed:
+                return
+        except NotSupportedError:
+            pass  # the other way may work
+        cohorts.joins = False
+    difference = _probed(sampler)
     if not difference <= allowed:
         raise NotSupportedError(
             f"{type(model).__name__}: log-probabilities of sampled tokens differ by {difference:.3g} from those of the model's "
             f"own forward pass ({allowed:g} is allowed), so this sampler would draw from another distribution. Use another "
             "generation backend for this model."
         )
+    if cohorts is not None:
+        _log.warning(
+            "%s: sampling is slower, because rows of different lengths cannot be computed together.", type(model).__name__
+        )
+
+
+def _probed(sampler: SlotRows) -> float:
+    """Largest difference between the log-probabilities of a few sampled tokens and those of each row alone."""
+    model, longest = sampler.model, sampler.max_model_len - _NEW
+    if longest < 1:
+        return 0.0
+    with refusing_errors(model, "be sampled from; use another generation backend"):
+        probe = Sampler(model, HFGenerationConfig(max_new_tokens=_NEW))
+        if probe._cohorts is not None and sampler._cohorts is not None:
+            probe._cohorts.joins = sampler._cohorts.joins
+        try:
+            output = probe.generate(_prompts(sampler.vocab_size, longest))
+        except NonFiniteError:  # the weights are; the first call of `generate` says so
+            return 0.0
+        return _largest_difference(sampler, output)
 
 
 def _prompts(vocab_size: int, longest: int) -> BatchedDataDict[Any]:

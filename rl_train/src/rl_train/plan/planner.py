@@ -481,7 +481,8 @@ class EngineMemory(Protocol):
         """What a step of sampling reads on a GPU of `limit` bytes, in one process.
 
         `rows`: how many of the rows, of `length` tokens, are decoded together; `weights`: bytes of the weights; `token`: bytes
-        of the keys and values of a token; `step_s`: minimum seconds of a step.
+        of the keys and values of a token; `state`: bytes of a row that do not depend on its length, 0 by default (what is read
+        and written counts twice); `step_s`: minimum seconds of a step.
         """
 
     def not_counted(self) -> list[str]:

@@ -177,7 +177,7 @@ class EngineTime:
         steps = completion * rows / together + longest - completion
         in_step = rows * completion / steps
         products = _forward_flops(self._sizes, tokens=in_step, scored=in_step, length=0) / speed
-        keys_and_values = in_step * (prompt + completion / 2) * found["token"] / read
+        keys_and_values = in_step * ((prompt + completion / 2) * found["token"] + found.get("state", 0.0)) / read
         step = max(found["weights"] / read, products) + keys_and_values
         prefill = _forward_flops(self._sizes, tokens=prompts * prompt, scored=prompts, length=prompt) / speed
         return float(prefill + steps * max(step, found["step_s"]))
