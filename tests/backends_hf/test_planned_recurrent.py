@@ -29,6 +29,8 @@ def config_of(family, **fields):
     config = tiny_config(family).get_text_config() if family != "falcon_h1" else falcon()
     for name, value in {"eos_token_id": None, **fields}.items():
         setattr(config, name, value)
+    if family == "gemma2":
+        config.attn_logit_softcapping = None  # SDPA ignores it
     return config
 
 

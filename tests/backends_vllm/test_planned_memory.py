@@ -37,7 +37,14 @@ def section_of(folder, config):
 
 def test_on_gpus_each_process_keeps_the_latents_of_latent_attention(tmp_path):
     """DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.4: the latent and the rotated key of all heads."""
-    sizes = {**SHAPE, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4}
+    sizes = {
+        **SHAPE,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+    }
     planner = section_of(tmp_path, transformers.DeepseekV3Config(**sizes, n_group=1, topk_group=1, num_experts_per_tok=2))
     assert planner.decoding(rows=4, length=16, limit=2**30)["token"] == 2 * (24 + 8) * 2
 

@@ -184,14 +184,15 @@ def token_kv_bytes(config: VllmEngineConfig, hf_config: Any, *, latent: bool = F
     if latent and (rank := getattr(text, "kv_lora_rank", None)):
         return int((rank + text.qk_rope_head_dim) * text.num_hidden_layers * size) // config.pipeline_parallel_size
     for layer in _layers(hf_config):
-        heads: int = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
-        width += heads * _head_dim(layer)
+        heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", None) or 0
+        width += int(heads) * _head_dim(layer)
     return 2 * width * size // config.processes
 
 
 def row_kv_bytes(config: VllmEngineConfig, hf_config: Any, *, latent: bool = False) -> int:
     """As `token_kv_bytes`, of one row at full length, in whole blocks."""
-    length = config.max_model_len or getattr(hf_config.get_text_config(decoder=True), "max_position_embeddings", 0)
+    own: int = getattr(hf_config.get_text_config(decoder=True), "max_position_embeddings", 0)
+    length = config.max_model_len or own
     return token_kv_bytes(config, hf_config, latent=latent) * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
 
 
