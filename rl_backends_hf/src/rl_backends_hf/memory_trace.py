@@ -68,7 +68,7 @@ def features_bytes(model: PreTrainedModel, images: Sequence[RowImage]) -> int:
 
 
 def weighted_depths(kinds: Sequence[Hashable], *, least: int, step: int) -> list[tuple[int, float]]:
-    """Depths to which a model is traced instead of its own, and the weight of each in the sum that stands for the whole model.
+    """Smaller depths to which a model is traced, and the weight of each in the sum that stands for the whole model.
 
     A trace is a constant and what each layer of a kind adds. The first layers to some depths are chosen so that a weighted sum
     of their numbers by kind is that of all layers: with layers of one kind, those to `least` and `least + step`.

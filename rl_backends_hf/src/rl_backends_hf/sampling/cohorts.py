@@ -83,7 +83,7 @@ class CohortRows:
 
     Padding would change a recurrence, so only equally long prompts are computed together; such rows are a cohort. The next
     tokens have no padding, so cohorts are then joined: only keys and values are padded, on the left, and masked. If the cache
-    has something else that depends on the length, as with sparse attention, each cohort has a forward pass of its own.
+    has something else that depends on the length, as with sparse attention, each cohort has a separate forward pass.
 
     Args:
         model: a causal LM.
