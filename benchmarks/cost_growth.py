@@ -102,7 +102,9 @@ def main() -> None:
     parser.add_argument("--axis", choices=("tokens", "rows", "parameters"), required=True)
     parser.add_argument("--values", type=int, nargs="+", required=True, help="tokens, rows, or million parameters")
     parser.add_argument("--rows", type=int, default=16, help="rows of a step, on the other axes")
-    parser.add_argument("--without-trl", action="store_true", help="for steps that need more memory than the machine has with TRL")
+    parser.add_argument(
+        "--without-trl", action="store_true", help="for steps that need more memory than the machine has with TRL"
+    )
     chosen = parser.parse_args()
     sides = SIDES[1:] if chosen.without_trl else SIDES
     found = []

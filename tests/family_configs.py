@@ -62,3 +62,17 @@ def tiny_config(family):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return config if sum(each.numel() for each in model.parameters()) < 3e6 else None
+
+
+def hybrid_config(family):
+    """A config of a family whose layers keep more than keys and values, with each type of layer."""
+    if family == "falcon_h1":
+        return transformers.FalconH1Config(
+            vocab_size=96, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            initializer_range=0.3, intermediate_size=16, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=8,
+            mamba_n_groups=1,
+        )  # fmt: skip
+    config = tiny_config(family)
+    if family == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    return config

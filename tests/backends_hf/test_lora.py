@@ -286,7 +286,9 @@ def test_a_family_where_peft_would_adapt_fused_experts_unasked_is_refused(peft, 
     def start(lora):
         HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path), hf={"lora": lora})).setup()
 
-    with pytest.raises(NotSupportedError, match=r"peft also adapts parameters other than.*Name only attention layers"):
+    with pytest.raises(
+        NotSupportedError, match=r"peft also adapts parameters other than.*Name only layers that it adapts alone: \[.*q_proj"
+    ):
         start({"rank": 4})
     with pytest.raises(UserError, match=r"cannot adapt .* fused"):
         start({"rank": 4, "target_modules": ["gate_proj"]})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from family_configs import hybrid_config
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
+from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.metrics.measured import ModelFlops
@@ -53,3 +56,20 @@ def test_the_model_flops_of_training_are_those_that_torch_counts(parts, model_fo
     assert of_attention * pairs_computed == pytest.approx(attention, rel=1e-9)
     # With adapters, the first layer's input needs no gradient, which the count of 4 FLOPs per frozen weight includes.
     assert without_attention == pytest.approx(sum(counted.values()) - attention, rel=0.15 if lora else 1e-9)
+
+
+@pytest.mark.parametrize(("family", "width"), [("lfm2", 32), ("qwen3_next", 32), ("mamba", 0), ("falcon_h1", 2 * 16)])
+def test_of_a_hybrid_only_layers_with_attention_count_as_such_and_convolutions_whole(family, width):
+    config = hybrid_config(family)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = matrix_sizes(model)
+    assert sizes["attention"] == width
+    convolutions = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, torch.nn.Conv1d)}
+    assert convolutions
+    experts, chosen = getattr(config, "num_experts", 1), getattr(config, "num_experts_per_tok", 1)
+    expected = sum(
+        each.numel() * chosen // experts if name.endswith(("gate_up_proj", "experts.down_proj")) else each.numel()
+        for name, each in model.named_parameters()
+        if each.ndim > 1 and "embed" not in name and name != "lm_head.weight"
+    )
+    assert sizes["trained"] == expected

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 import transformers
-from family_configs import tiny_config
+from family_configs import hybrid_config
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_backends_hf.config import HFGenerationConfig
@@ -19,10 +19,6 @@ from rl_train.weight_sync.transports import ByReferenceTransport
 
 FAMILIES = ("qwen3_next", "falcon_h1", "lfm2")
 """A gated delta rule next to attention, Mamba 2 and attention in each layer, and convolutions next to attention."""
-FALCON = transformers.FalconH1Config(
-    vocab_size=96, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, initializer_range=0.3,
-    intermediate_size=16, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
-)  # fmt: skip
 LIMIT = 16
 TOLERANCE = 3e-4
 """A recurrence is summed in chunks without a cache and token by token with it; a wrong state shows as tenths."""
@@ -31,9 +27,7 @@ TOLERANCE = 3e-4
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     def write(family, seed=3):
-        config = FALCON if family == "falcon_h1" else tiny_config(family)
-        if family == "lfm2":
-            config.layer_types = ["conv", "full_attention"]
+        config = hybrid_config(family)
         config.eos_token_id = None
         folder = tmp_path_factory.mktemp(family)
         with torch.random.fork_rng():

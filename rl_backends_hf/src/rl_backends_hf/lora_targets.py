@@ -17,6 +17,7 @@ from rl_backends_base.lora_section import matching_names, nothing_left_error
 from rl_backends_hf.model_options import LoRAConfig
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.scoring.scoring_model import HEAD_NAME, scalar_head
+from rl_backends_hf.transformers_internals import read_directly
 from rl_core.backend import Head
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
@@ -43,17 +44,17 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
     """Names of the linear layers to adapt; rejects names that match nothing, and modules that cannot be adapted.
 
     `all-linear` and names in a list mean layers of the language model; a vision tower's are adapted if a name or an expression
-    matches only those.
+    matches only those. `all-linear` leaves out layers whose weight the code around them reads.
     """
     text = {*language_model(model).modules()}
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
-    hint = experts_hint(model)
+    hint, direct = experts_hint(model), read_directly(model)
     match = partial(matching_names, names=modules, linear=linear, section=_SECTION, hint=hint)
     excluded = match(config.exclude_modules or [], key="exclude_modules")
     wanted = config.target_modules
     if wanted == ALL_LINEAR:
-        targets = {name for name in linear if modules[name] in text}
+        targets = {name for name in linear - direct.keys() if modules[name] in text}
     elif isinstance(wanted, str):
         targets = match(wanted, key="target_modules")
     else:
@@ -61,6 +62,12 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
         for each in wanted:
             matching = match([each], key="target_modules")
             targets |= {name for name in matching if modules[name] in text} or matching
+    for name in sorted((targets - excluded) & direct.keys()):
+        raise UserError(
+            f"`{_SECTION}.target_modules`: {name} cannot be adapted: {direct[name]} multiplies with its weight itself, so an "
+            f"adapter would have no effect. Leave it out; {ALL_LINEAR!r} does so.",
+            key=f"{_SECTION}.target_modules",
+        )
     for name in sorted(targets - excluded - linear):
         _reject_module(name, modules[name], is_head=modules[name] is head, hint=hint)
     if not targets - excluded and not config.target_parameters:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_backends_base.adapters import EXPERT_AXES
+from rl_backends_base.adapters import fused_experts
 from rl_backends_hf.pictures import language_model
 from rl_backends_hf.quantized import QuantizedLinear
 from rl_backends_hf.transformers_internals import cache_layers, config_of_each_layer, head_width
@@ -34,6 +34,7 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
         if hasattr(wrapper, "lora_A")
         for factor in (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters())
     }
+    experts_of |= {id(parameter): len(parameter) for parameter in fused_experts(model).values()}
     parameters = dict.fromkeys([*language_model(model).parameters(), *([] if head is None else [head])])
     for parameter in parameters:
         weight = packed.get(parameter, parameter)
@@ -41,7 +42,7 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
         if head is not None and parameter is head:
             sizes[f"{kind}_head"] += parameter.numel()
         elif parameter.ndim > 1 and id(parameter) not in embeddings:
-            experts = parameter.shape[0] if parameter.ndim == EXPERT_AXES else experts_of.get(id(parameter), 1)
+            experts = experts_of.get(id(parameter), 1)
             chosen = getattr(config, "num_experts_per_tok", None) or 1
             sizes[kind] += weight.numel() * min(chosen, experts) // experts
     layers = zip_longest(config_of_each_layer(config), cache_layers(config))  # layers without a cache read that of others

@@ -191,8 +191,9 @@ def _load_as_stored(
     if options.device_map is not None:
         arguments["device_map"] = options.device_map
     if options.quantized_by is not None:
-        layers_to_quantize(model_without_weights(name, options=options, head=head), options)
-        arguments["quantization_config"] = quantization_of(options, dtype)
+        empty = model_without_weights(name, options=options, head=head)
+        layers_to_quantize(empty, options)
+        arguments["quantization_config"] = quantization_of(empty, options, dtype)
         arguments.setdefault("device_map", {"": device})
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)

@@ -21,6 +21,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.transformers_internals import read_directly
 from rl_core.errors import NotSupportedError
 
 _BLOCK: Final = 64
@@ -87,9 +88,10 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ ctx.layer.full_weight(), None
 
 
-def quantization_of(options: HFModelConfig, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
-    """The argument `quantization_config` of `from_pretrained`."""
+def quantization_of(model: PreTrainedModel, options: HFModelConfig, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
+    """The argument `quantization_config` of `from_pretrained` for a model, which may have no weights."""
     return transformers.BitsAndBytesConfig(
+        llm_int8_skip_modules=_kept(model),
         load_in_8bit=options.load_in_8bit,
         load_in_4bit=options.load_in_4bit,
         bnb_4bit_compute_dtype=dtype,
@@ -122,6 +124,11 @@ def num_weights(model: nn.Module) -> int:
     return stored + sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in packed)
 
 
+def _kept(model: PreTrainedModel) -> list[str]:
+    """Modules that are not quantized: the LM head and those whose weight the code around them reads."""
+    return [*HfQuantizer.get_modules_to_not_convert(model), *read_directly(model)]
+
+
 def layers_to_quantize(model: PreTrainedModel, options: HFModelConfig) -> list[nn.Linear]:
     """The layers of a plain model, possibly without weights, that are quantized when it is loaded: none without such options.
 
@@ -131,7 +138,7 @@ def layers_to_quantize(model: PreTrainedModel, options: HFModelConfig) -> list[n
     key = options.quantized_by
     if key is None:
         return []
-    kept = HfQuantizer.get_modules_to_not_convert(model)
+    kept = _kept(model)
     layers = [layer for name, layer in model.named_modules() if type(layer) is nn.Linear and should_convert_module(name, kept)]
     if not layers or any(isinstance(module, Conv1D) for module in model.modules()):
         raise NotSupportedError(

@@ -6,6 +6,8 @@ docs/compatibility.md lists them with the releases that have them and the tests.
 from __future__ import annotations
 
 import inspect
+import re
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,3 +81,31 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def read_directly(model: torch.nn.Module) -> dict[str, str]:
+    """The linear layers whose weight is read by the code around them, to the name of its class.
+
+    Mamba multiplies with `dt_proj.weight`, and kernels for GPUs take the weights of further layers. What a wrapper or hook adds
+    to the output of such a layer has no effect there, and a weight that is stored in another form gives a wrong product.
+    """
+    found: dict[str, str] = {}
+    reading: dict[type, frozenset[str]] = {}
+    for name, module in model.named_modules():
+        linear = [key for key, child in module.named_children() if isinstance(child, torch.nn.Linear)]
+        kind = type(module)
+        if linear and kind not in reading:
+            reading[kind] = _weights_read_by(kind)
+        found |= {f"{name}.{key}": type(module).__name__ for key in linear if key in reading[kind]}
+    return found
+
+
+def _weights_read_by(kind: type) -> frozenset[str]:
+    """The attributes whose `weight` the methods of a class read, except to initialize it, or in slices, as Bloom can."""
+    code = ""
+    for base in kind.__mro__:
+        if not base.__module__.startswith(("torch.", "builtins")) and base is not PreTrainedModel:
+            with suppress(OSError, TypeError):  # made while the program runs
+                code += inspect.getsource(base)
+    lines = (line for line in code.splitlines() if "init" not in line)
+    return frozenset(re.findall(r"\bself\.(\w+)\.weight\b(?!\[|\.(?:dtype|device|shape))", "\n".join(lines)))

@@ -331,10 +331,11 @@ def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], mode
     known = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     trained = {name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known}
     if odd := sorted((layers.keys() ^ targets) | trained):
+        alone = sorted({name.split(".")[-2] for name in targets & layers.keys() if name.endswith(".weight")})
         raise NotSupportedError(
             f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__}, peft also adapts parameters other than the "
-            f"given linear layers, such as {odd[0]}, with other ranks. Name only attention layers, such as "
-            f"[q_proj, k_proj, v_proj, o_proj].{hint}",
+            f"given linear layers, such as {odd[0]}, with other ranks. Name only layers that it adapts alone: "
+            f"[{', '.join(alone)}].{hint}",
             key="policy.hf_cfg.lora.target_modules",
         )
 
