@@ -73,7 +73,7 @@ def test_such_a_layer_is_not_quantized(peft, parts, start, key):
     parts.train_steps(worker, 1)
 
 
-def test_a_mixture_whose_default_adapters_peft_would_change_is_told_which_layers_it_adapts_alone(peft, start):
+def test_the_error_of_a_mixture_whose_default_adapters_peft_would_change_lists_layers_that_it_adapts_alone(peft, start):
     with pytest.raises(UserError) as caught:
         start("qwen3_next")
     names = re.search(r"adapts alone: \[(.*?)\]", str(caught.value))[1].split(", ")
