@@ -54,3 +54,8 @@ def test_how_many_rows_of_a_recurrent_model_fit_into_the_cache_is_not_predicted(
     with pytest.raises(NotSupportedError, match="recurrent layers"):
         planner.decoding(rows=4, length=16, limit=2**30)
     assert any("recurrent states" in left_out for left_out in planner.not_counted())
+
+
+def test_types_of_layers_that_the_cache_of_transformers_does_not_know_are_attention(tmp_path):
+    planner = section_of(tmp_path, transformers.DeepseekV4Config())
+    assert not any("recurrent states" in left_out for left_out in planner.not_counted())

@@ -85,7 +85,10 @@ def _keeps_states(hf_config: Any) -> bool:
     """Whether layers have a state of constant size, by the cache of Transformers."""
     from transformers import DynamicCache
 
-    return any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=hf_config).layers)
+    try:
+        return any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=hf_config).layers)
+    except KeyError:  # a type of attention that only the model's own code has, as in DeepSeek V4
+        return False
 
 
 def _weights(hf_config: Any, *, trust_remote_code: bool) -> int:
