@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples"
 BOTH = ("--kind", "policy", "--kind", "generation")
 TRAINING = [option for option, kind in PLUGIN_KINDS.items() if kind.trains]
+ADDED_PROMISE = "test_unused_tokens_have_probability_0"
+"""The policy that an earlier version has generated does not have it."""
 
 
 @pytest.fixture
@@ -218,11 +220,16 @@ def installed(request, tmp_path_factory):
     return run, folder
 
 
+def promises_of(request):
+    """Arguments of pytest that leave out the promises that the kit has gained since a plugin was kept."""
+    return ["-k", f"not {ADDED_PROMISE}"] if request.node.callspec.params["installed"] is kept else []
+
+
 @pytest.mark.full("a test here imports every component; tests/repo/test_wheels.py installs a plugin from a wheel")
 @pytest.mark.parametrize("option", PLUGIN_KINDS)
-def test_a_generated_plugin_passes_its_own_tests(installed, option):
+def test_a_generated_plugin_passes_its_own_tests(installed, option, request):
     run, _ = installed
-    done = run(option, "pytest", "-q", "-p", "no:cacheprovider")
+    done = run(option, "pytest", "-q", "-p", "no:cacheprovider", *promises_of(request))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "promises kept" in done.stdout
 
@@ -241,9 +248,9 @@ def test_a_generated_plugin_trains_three_steps(installed, option):
 @pytest.mark.full("variant of the conformance tests in one process")
 @pytest.mark.ray
 @pytest.mark.parametrize("option", ["policy", "generation"])
-def test_a_generated_backend_passes_its_own_tests_with_workers_over_ray(installed, option):
+def test_a_generated_backend_passes_its_own_tests_with_workers_over_ray(installed, option, request):
     run, _ = installed
-    done = run(option, "pytest", "-q", "-p", "no:cacheprovider", "--ray")
+    done = run(option, "pytest", "-q", "-p", "no:cacheprovider", "--ray", *promises_of(request))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
