@@ -19,7 +19,7 @@ DIST := dist
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Two, because these tests compute more than they wait.
 PARALLEL_BUSY := -n 2 --dist loadfile --no-loadscope-reorder
-FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
+FAST := tests/core tests/backends_base/dispatch tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 OF_TRANSFORMERS := tests/core tests/backends_hf tests/train/config tests/serve tests/conformance
 

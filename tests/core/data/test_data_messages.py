@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
@@ -26,6 +26,7 @@ def tokens_of(log: list[dict]) -> list[int]:
     return torch.cat([message["token_ids"] for message in log]).tolist()
 
 
+@example(turns=[("assistant", ""), ("system", "rlcoreanswer")], header=False)  # the word that stands in for an answer
 @given(turns=TURNS, header=st.booleans())
 def test_concatenated_token_ids_are_the_template_of_the_whole_conversation(chat_tokenizer, turns, header):
     log = log_of(*turns)

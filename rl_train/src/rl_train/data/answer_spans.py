@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from typing import Any, Protocol
 
 from rl_core.data.tokenizer import decode, encode
@@ -93,6 +95,12 @@ class _Locator:
     special_tokens: Callable[[], Iterable[str]]
     end_token: str | None
 
+    @cached_property
+    def _word(self) -> str:
+        """A word that no message has."""
+        texts = str([*self.messages])
+        return next(word for number in count() if (word := _WORD + number * "x") not in texts)
+
     def other(self, number: int) -> Span:
         """The span of a message that is not an answer: all that it adds, including a following assistant header."""
         before = next((text for end in range(number, 0, -1) if (text := self._try(self.messages[:end])) is not None), "")
@@ -157,7 +165,7 @@ class _Locator:
         """Where the answer starts in `own_text`, which begins with the prompt: after any header that the prompt lacks."""
         if prompt != self._try(self.messages[:number]):
             return len(prompt)  # text that the template writes between header and content (empty reasoning) is sampled
-        around = self._around({"role": self.messages[number]["role"], "content": _WORD}, self.messages[:number], ())
+        around = self._around({"role": self.messages[number]["role"], "content": self._word}, self.messages[:number], ())
         gap = around[0][len(prompt) :] if around and around[0].startswith(prompt) and own_text.startswith(around[0]) else ""
         return len(prompt) + (len(gap) if gap.strip() else 0)
 
@@ -262,15 +270,15 @@ class _Locator:
     def _stand_ins(self, number: int) -> list[dict[str, Any]]:
         """The message with a known word as its content, and the word alone in its role; without tool calls first."""
         message = self.messages[number]
-        found = [{**message, "content": _WORD}, {"role": message["role"], "content": _WORD}]
+        found = [{**message, "content": self._word}, {"role": message["role"], "content": self._word}]
         return found[::-1] if message.get("tool_calls") else found
 
     def _around(self, stand_in: Message, before: Sequence[Message], after: Sequence[Message]) -> tuple[str, str] | None:
         """The text before and after the content of a message; None if the template does not write it exactly once."""
         text = self._try([*before, stand_in, *after], header=self.header and bool(after))
-        if text is None or text.count(_WORD) != 1:
+        if text is None or text.count(self._word) != 1:
             return None
-        left, _, right = text.partition(_WORD)
+        left, _, right = text.partition(self._word)
         return left, right
 
     def _try(self, messages: Sequence[Message], *, header: bool = False) -> str | None:
