@@ -16,6 +16,7 @@ quickstart's sums, and SmolLM2 on the sums of examples/grpo_smollm2.yaml; finish
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -186,6 +187,7 @@ def finished(work: Path, name: str, example: str, steps: int, changes: Sequence[
     """The metrics of a run of an example by step; trains it unless it is finished."""
     file = work / name / "metrics.jsonl"
     if not file.exists() or read_jsonl(file)[-1]["step"] < steps:
+        shutil.rmtree(work / name, ignore_errors=True)  # otherwise a run that was interrupted keeps its name
         place = (f"logger.log_dir={work}", f"logger.run_name={name}", f"grpo.max_num_steps={steps}")
         train(ROOT / "examples" / example, [*changes, *RUN, *place], resume="never", console=False)
     return read_jsonl(file)
