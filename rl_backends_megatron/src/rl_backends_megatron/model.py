@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_backends_base.float32_sums import sum_gradients_in_float32
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.families import Family, Sizes
 from rl_backends_megatron.layers import RMSNorm, attention_class
@@ -53,8 +52,6 @@ class HeadlessGPT(GPTModel):
     def __init__(self, *args: Any, scalar: bool = False, embedding_scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scalar = scalar
-        if self.pre_process:
-            sum_gradients_in_float32([self.embedding.word_embeddings])
         if self.pre_process and embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as in Transformers.
             scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()

@@ -111,12 +111,13 @@ def _speculation(config: VllmEngineConfig, device: str) -> dict[str, Any]:
     section = config.ngram_speculation
     if section is None:
         return {"speculative_config": None}
+    lookup = {"prompt_lookup_max": section.prompt_lookup_max, "prompt_lookup_min": section.prompt_lookup_min}
+    count = {"num_speculative_tokens": section.num_speculative_tokens}
     if device != "cpu":
-        return {"speculative_config": {"method": "ngram", **section.model_dump()}}
+        return {"speculative_config": {"method": "ngram", **count, **lookup}}
     # vLLM's own proposer for CPUs is compiled by numba, after whose import no other engine of vLLM 0.32 starts in the process.
     method = {"method": "custom_class", "model": "rl_backends_vllm.executors.NgramProposer"}
-    count = section.num_speculative_tokens
-    return {"speculative_config": method | {"num_speculative_tokens": count}, "additional_config": section.model_dump()}
+    return {"speculative_config": method | count, "additional_config": count | lookup}
 
 
 def enable_amx(device: str) -> None:
