@@ -24,11 +24,10 @@ from rl_backends_base import (
     join_ranks,
     padded_input,
 )
-from rl_backends_base.float32_sums import sum_gradients_in_float32
 from rl_backends_base.optimizer import compile_error
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.cpu_products import CpuProducts
+from rl_backends_hf.cpu_products import CpuProducts, sum_gradients_in_float32
 from rl_backends_hf.lora_targets import freeze_modules
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from rl_backends_base.float32_sums import sum_gradients_in_float32
+from rl_backends_hf.cpu_products import sum_gradients_in_float32
 
 VOCAB, WIDTH = 12, 8
 
