@@ -186,10 +186,9 @@ def sum_gradients_in_float32(modules: Iterable[nn.Module]) -> None:
     """Round the gradients of these modules' embeddings and layer norms once, after they were summed over a microbatch.
 
     torch sums what the tokens of a microbatch add to these gradients in the data type of the weight, one after the other. A
-    bfloat16 sum has 8 bits, so it ignores what is less than 1/512 of it, and the more tokens there are, the less of their
-    gradient is left: of a token that occurs 1000 times, a third (torch 2.13; `findings/torch_bfloat16_sums.sh`). Gradients
-    of matrices,
-    biases and RMS norms are summed in float32 and rounded once, as are all of them here.
+    bfloat16 sum has 8 bits, so it ignores what is less than 1/512 of it: a sum of ones ends at 256 (torch 2.13;
+    `findings/torch_bfloat16_sums.sh`). Gradients of matrices, biases and RMS norms are summed in float32 and rounded once, as
+    these are here.
 
     Only those of bfloat16 weights on a CPU change; the forward pass does not. A second call changes nothing.
 
@@ -214,8 +213,9 @@ class _SumsInFloat32(TorchFunctionMode):
 
 
 def _loses_gradients(weight: torch.Tensor | None) -> bool:
-    is_trained = weight is not None and weight.requires_grad and torch.is_grad_enabled()
-    return is_trained and weight is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    if weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        return False
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Any:
